@@ -48,22 +48,22 @@ from support.app_fixture import (
     MAIN,
     OPERATOR,
     AppFixture,
-    calls,
-    dump,
+    make_answer,
+    make_config,
+    make_tool,
+    make_tool_calls,
     open_app_fixture,
-    soon,
-    text,
-    tool,
-    until,
-    with_settings,
+    wait_for_event,
+    wait_until,
 )
+from support.databases import dump_database
 
 pytestmark = pytest.mark.anyio
 
 MODEL = "rehearsal/rehearsal"
 SIDE = "agent:main:dashboard:side"
-TWO = with_settings({"agents": {"list": [{"id": "main"}, {"id": "other"}]}})
-GLOBAL = with_settings({"session": {"scope": "global"}})
+TWO = make_config({"agents": {"list": [{"id": "main"}, {"id": "other"}]}})
+GLOBAL = make_config({"session": {"scope": "global"}})
 STUCK = EngineTimings(lease=3600, sweep=3600, stop_grace=3600)  # nobody ends a run but its owner
 
 
@@ -133,10 +133,10 @@ NAMING: dict[str, Callable[[Operations, Caller], Awaitable[object]]] = {
 async def test_only_an_administrator_changes_sessions(tmp_path: Path, name: str, scope: str) -> None:
     async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as app:
         await app.ask("hello", SIDE)
-        before = dump(app.path)
+        before = dump_database(app.path)
         with pytest.raises(Forbidden, match=r"lacks 'operator\."):
             await MANAGING[name](app.operations, Caller.operator([scope]))
-        assert dump(app.path) == before
+        assert dump_database(app.path) == before
         await MANAGING[name](app.operations, OPERATOR)
 
 
@@ -145,10 +145,10 @@ async def test_only_an_administrator_changes_sessions(tmp_path: Path, name: str,
 async def test_who_may_write_may_name(tmp_path: Path, name: str) -> None:
     async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as app:
         await app.ask("hello", SIDE)
-        before = dump(app.path)
+        before = dump_database(app.path)
         with pytest.raises(Forbidden, match=r"lacks 'operator\."):
             await NAMING[name](app.operations, Caller.operator([READ_SCOPE]))
-        assert dump(app.path) == before
+        assert dump_database(app.path) == before
         await NAMING[name](app.operations, Caller.operator([WRITE_SCOPE]))
         assert (await app.operations.describe(OPERATOR, SIDE)).label == "mine"
 
@@ -160,14 +160,14 @@ async def test_an_agent_changes_only_its_own_tree(tmp_path: Path, name: str) -> 
         await app.create(MAIN)
         await app.create("agent:main:direct:stranger")
         await app.create(SIDE, MAIN)
-        before = dump(app.path)
+        before = dump_database(app.path)
         stranger = Caller.agent("main", "agent:main:direct:stranger")
         if name == "delete":
             assert not await app.operations.delete(stranger, SIDE), "it looks as if it did not exist"
         else:
             with pytest.raises(NotFound):
                 await MANAGING[name](app.operations, stranger)
-        assert dump(app.path) == before
+        assert dump_database(app.path) == before
         await MANAGING[name](app.operations, Caller.agent("main", MAIN))
 
 
@@ -175,7 +175,7 @@ async def test_stopping_needs_no_administrator(tmp_path: Path) -> None:
     agent = Busy()
     async with open_app_fixture(tmp_path, agent) as app:
         run_id = await app.say("go")
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
         with pytest.raises(Forbidden):
             await app.operations.stop(Caller.operator([READ_SCOPE]), MAIN)
         told = await heard(app, lambda: app.operations.stop(Caller.operator([WRITE_SCOPE]), MAIN))
@@ -213,11 +213,11 @@ async def test_a_session_is_founded_under_a_key_of_its_own(tmp_path: Path) -> No
 async def test_creating_what_exists_changes_only_what_is_asked_for(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as app:
         first = await app.operations.create(OPERATOR, session=SIDE, label="plan")
-        before = dump(app.path)
+        before = dump_database(app.path)
         writer = Caller.operator([WRITE_SCOPE])
         for wanted in ({}, {"label": "plan"}, {"agent_id": "main", "parent": SIDE}):
             assert await app.operations.create(writer, session=SIDE, **wanted) == first
-        assert dump(app.path) == before
+        assert dump_database(app.path) == before
         told = await heard(app, lambda: app.operations.create(OPERATOR, session=SIDE, model=MODEL))
         assert reasons(told) == [(SIDE, "patch")]
         assert (await app.operations.describe(OPERATOR, SIDE)).model_override == MODEL
@@ -252,14 +252,14 @@ async def test_what_cannot_be_founded_changes_nothing(
 ) -> None:
     async with open_app_fixture(tmp_path, echo, config=TWO, clock=ManualClock()) as app:
         await app.operations.create(OPERATOR, session=SIDE, label="taken")
-        before = dump(app.path)
+        before = dump_database(app.path)
 
         async def refused() -> None:
             with pytest.raises(error, match=words):
                 await app.operations.create(OPERATOR, **wanted)
 
         assert await heard(app, refused) == []
-        assert dump(app.path) == before
+        assert dump_database(app.path) == before
 
 
 async def test_agents_found_nothing(tmp_path: Path) -> None:
@@ -331,9 +331,9 @@ async def test_settings_are_kept_and_can_be_cleared(tmp_path: Path) -> None:
 async def test_a_patch_of_nothing_changes_and_tells_nothing(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo) as app:
         await app.operations.open(OPERATOR, SIDE)
-        before = dump(app.path)
+        before = dump_database(app.path)
         assert await heard(app, lambda: app.operations.patch(OPERATOR, SIDE, SessionPatch())) == []
-        assert dump(app.path) == before
+        assert dump_database(app.path) == before
 
 
 @pytest.mark.parametrize(
@@ -360,14 +360,14 @@ async def test_a_bad_patch_changes_nothing(
     async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as app:
         await app.operations.create(OPERATOR, label="taken")
         await app.operations.create(OPERATOR, session=SIDE, label="mine")
-        before = dump(app.path)
+        before = dump_database(app.path)
 
         async def refused() -> None:
             with pytest.raises(InvalidInput, match=words):
                 await app.operations.patch(OPERATOR, key, changes)
 
         assert await heard(app, refused) == []
-        assert dump(app.path) == before
+        assert dump_database(app.path) == before
 
 
 async def test_a_label_is_one_session_of_an_agent_that_is_not_archived(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ async def test_archiving_hides_until_something_is_said(tmp_path: Path) -> None:
     agent = Busy()
     async with open_app_fixture(tmp_path, agent) as app:
         run_id = await app.say("hello", SIDE)
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
         with pytest.raises(Conflict, match="or stop it"):
             await app.operations.patch(OPERATOR, SIDE, SessionPatch(archived=True))
         agent.release.set()
@@ -407,7 +407,7 @@ async def test_only_a_description_names_the_run_that_plays(tmp_path: Path) -> No
     agent = Busy()
     async with open_app_fixture(tmp_path, agent) as app:
         run_id = await app.say("hello")
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
         assert (await app.operations.describe(OPERATOR, MAIN)).active_run_id == run_id
         (row,) = (await app.operations.list(OPERATOR, ListFilter())).sessions
         assert (row.active_run_id, row.state) == (None, "running")
@@ -432,7 +432,7 @@ async def test_a_busy_session_is_reset_and_keeps_its_settings(tmp_path: Path) ->
         app.rows("UPDATE sessions SET last_channel = 'telegram', last_to = '7' WHERE key = ?", MAIN)
         old = await app.operations.describe(OPERATOR, MAIN)
         runs = [await app.say("one"), await app.say("two"), await app.say("below", child["key"])]
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
         told = reasons(await heard(app, lambda: app.operations.reset(OPERATOR, MAIN)))
         assert [(key, reason) for key, reason in told if reason != "message"] == [(MAIN, "reset")]
         assert [(await app.wait_for_end(run_id)).state for run_id in runs] == ["cancelled"] * 3
@@ -457,7 +457,7 @@ async def test_what_does_not_stop_is_not_changed(tmp_path: Path, change: str) ->
     agent = Busy(stubborn=True)
     async with open_app_fixture(tmp_path, agent, pace=STUCK) as app:
         run_id = await app.say("hello", SIDE)
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
         before = (await app.operations.describe(OPERATOR, SIDE)).session_id
         with pytest.raises(Conflict) as caught:
             await getattr(app.operations, change)(OPERATOR, SIDE, timeout=0.01)
@@ -509,7 +509,7 @@ async def test_a_deleted_session_is_gone_and_what_it_spawned_stays(tmp_path: Pat
         await app.create(grandchild, child)
         for words in ("one", "two"):
             await app.say(words, SIDE)
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
         told = reasons(await heard(app, lambda: app.operations.delete(OPERATOR, SIDE)))
         assert told[-1] == (SIDE, "delete")
         assert not await app.operations.delete(OPERATOR, SIDE)
@@ -534,7 +534,7 @@ async def test_the_main_session_is_not_deleted(tmp_path: Path, config: Any) -> N
     agent = Busy()
     async with open_app_fixture(tmp_path, agent, config=config) as app:
         run_id = await app.say("hello", "main")
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
         (row,) = app.rows("SELECT key FROM sessions")
         with pytest.raises(Conflict) as caught:
             await app.operations.delete(OPERATOR, "main")
@@ -571,7 +571,7 @@ async def test_a_feed_ends_with_its_session(
                     ready.set()
 
         following = asyncio.create_task(follow())
-        await soon(ready)
+        await wait_for_event(ready)
         assert await app.operations.delete(OPERATOR, SIDE)
         await asyncio.wait_for(following, BOUND)
         assert [event for event in seen if not isinstance(event, Gap)][2:] == [
@@ -597,7 +597,7 @@ async def test_deleting_and_speaking_at_once_leaves_nothing_behind(tmp_path: Pat
         async with asyncio.timeout(3 * BOUND):
             await asyncio.gather(talk(), talk(), delete())
         await app.operations.delete(OPERATOR, SIDE)
-        left = dump(app.path)
+        left = dump_database(app.path)
         assert [left[name] for name in ("sessions", "runs", "messages", "transcripts", "lineage")] == [[]] * 5
         assert app.rows("SELECT * FROM session_names") == []
 
@@ -630,7 +630,7 @@ async def test_what_is_queued_because_something_was_stopped_is_stopped_too(
     monkeypatch.setattr(runs, "cancel_runs", cancel)
     async with open_app_fixture(tmp_path, agent) as app:
         await app.say("one", SIDE)
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
         agent.begun.clear()
         changing = getattr(app.operations, change)
         told = await heard(app, lambda: changing(OPERATOR, SIDE), session_topic(1))
@@ -659,7 +659,7 @@ async def test_the_words_of_a_deleted_session_are_nowhere(tmp_path: Path) -> Non
             states = app.rows("SELECT state FROM deliveries")
             return [row["state"] for row in states] == ["delivered"] * 3
 
-        await until(over)
+        await wait_until(over)
         before = records(app)
         assert await app.operations.delete(OPERATOR, SIDE)
         after = records(app)
@@ -757,7 +757,7 @@ async def test_compacting_separates_no_call_from_its_result_and_keeps_an_earlier
         ),
         ToolResult(tool_call_id="a", tool_name="x", content=[TextBlock(text="1")], timestamp=1),
         ToolResult(tool_call_id="b", tool_name="x", content=[TextBlock(text="2")], timestamp=1),
-        text("done"),
+        make_answer("done"),
     )
     summary = CompactionEntry(summary="They met.", first_kept_seq=6, tokens_before=9, timestamp=1)
     expected = {1: (16, 1), 2: (13, 4), 3: (13, 4), 4: (13, 4), 5: (12, 5), 6: (10, 6), 9: (7, 9)}
@@ -781,7 +781,7 @@ async def test_a_session_that_is_answering_is_not_compacted(tmp_path: Path) -> N
         agent.begun.clear()
         agent.release.clear()
         run_id = await app.say("two")
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
         with pytest.raises(Conflict, match="still answering"):
             await app.operations.compact(OPERATOR, MAIN, keep=1)
         agent.release.set()
@@ -836,10 +836,10 @@ async def test_what_cannot_be_injected_changes_nothing(
 ) -> None:
     async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as app:
         await app.create(MAIN)
-        before = dump(app.path)
+        before = dump_database(app.path)
         with pytest.raises(error):
             await app.operations.inject(OPERATOR, session, words, label)
-        assert dump(app.path) == before
+        assert dump_database(app.path) == before
 
 
 @pytest.mark.requirement("G26", "G13")
@@ -854,15 +854,15 @@ async def test_nothing_is_injected_between_a_call_and_its_result(tmp_path: Path)
     async def agent(prompt: Prompt) -> AssistantMessage:
         if not any(isinstance(message, ToolResult) for message in prompt.messages):
             await thinking(prompt)
-            return calls("work")
-        return text("finished")
+            return make_tool_calls("work")
+        return make_answer("finished")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as app:
+    async with open_app_fixture(tmp_path, agent, tools=[make_tool("work", work)]) as app:
         run_id = await app.say("go")
-        await soon(thinking.begun)
+        await wait_for_event(thinking.begun)
         assert (await app.operations.inject(OPERATOR, MAIN, "meanwhile")).seq == 2
         thinking.release.set()
-        await soon(working.begun)
+        await wait_for_event(working.begun)
         with pytest.raises(Conflict, match="waiting for a tool"):
             await app.operations.inject(OPERATOR, MAIN, "no")
         working.release.set()
@@ -883,7 +883,7 @@ async def test_a_run_with_an_injected_entry_in_it_is_taken_up(tmp_path: Path) ->
     first = Busy()
     async with open_app_fixture(tmp_path, first) as app:
         run_id = await app.say("go")
-        await soon(first.begun)
+        await wait_for_event(first.begun)
         await app.operations.inject(OPERATOR, MAIN, "meanwhile")
     second = Listening()
     async with open_app_fixture(tmp_path, second) as app:
@@ -902,13 +902,13 @@ async def test_previews_are_the_last_words_of_what_may_be_read(tmp_path: Path) -
             app,
             SIDE,
             UserMessage(content="first", timestamp=1),
-            text("  many\n\n words "),
-            calls("look"),
+            make_answer("  many\n\n words "),
+            make_tool_calls("look"),
             ToolResult(
                 tool_call_id="look_0", tool_name="look", content=[TextBlock(text="secret")], timestamp=1
             ),
             UserMessage(content=[TextBlock(text="and"), TextBlock(text="so on")], timestamp=1),
-            text("x" * 100),
+            make_answer("x" * 100),
         )
         await app.create(MAIN)
         app.rows("UPDATE messages SET body = '{torn' WHERE seq = 1")

@@ -42,7 +42,7 @@ from antiphon.errors import ConfigError, NotFound, UnknownModel
 from antiphon.operations import Operations
 from antiphon.runtimes.registry import RuntimeRegistry
 from antiphon.tools import create_session_tools
-from support.privileges import unprivileged
+from support.privileges import drop_privileges
 
 pytestmark = pytest.mark.requirement("C")
 
@@ -1477,7 +1477,7 @@ def test_a_secret_file_that_is_not_there_is_missed_without_being_opened(
     (open_path / "locked" / "token").touch(0o600)
     (open_path / "locked").chmod(0)
     secret = Secret.parse({"file": name}, open_path)
-    with unprivileged():
+    with drop_privileges():
         missed = secret.availability_error
         with pytest.raises(ConfigError) as caught:
             secret.reveal()

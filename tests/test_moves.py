@@ -42,7 +42,7 @@ from antiphon.transfers.postgres_migration import MigrationProgress, MigrationRe
 from cli.gateways import up
 from cli.terminal import Program
 from cluster.database import PASSWORD, Postgres
-from support.app_fixture import BOUND, MAIN, OPERATOR, until
+from support.app_fixture import BOUND, MAIN, OPERATOR, wait_until
 
 pytestmark = pytest.mark.anyio
 T = TypeVar("T")
@@ -95,7 +95,7 @@ async def fill(path: Path) -> None:
         asked = SendRequest(session=GROUP, message="say say yes", timeout_seconds=BOUND)
         assert (await operations.send(OPERATOR, asked, requester=MAIN)).status == "ok"
         await operations.spawn(OPERATOR, SpawnRequest(task="say 42", label="calc"), requester=MAIN)
-        await until(lambda: _settled(operations))
+        await wait_until(lambda: _settled(operations))
         await told(operations, "agent:main:telegram:group:8", "say goodbye")
         await operations.patch(OPERATOR, "agent:main:telegram:group:8", SessionPatch(archived=True))
         spec = JobSpec(
@@ -117,7 +117,7 @@ async def fill(path: Path) -> None:
         await operations.submit(
             OPERATOR, IncomingMessage(session=HELPER, content=words, idempotency_key="r3")
         )
-        await until(lambda: _waits(path))
+        await wait_until(lambda: _waits(path))
 
 
 async def told(operations: Operations, session: str, text: str) -> None:

@@ -22,7 +22,7 @@ from antiphon.operations import HistoryFilter, IncomingMessage, ListFilter
 from antiphon.runtimes import Prompt
 from antiphon.state_access import create_operations
 from antiphon.store.statedir import StateDir
-from support.app_fixture import MAIN, OPERATOR, open_app_fixture, with_settings
+from support.app_fixture import MAIN, OPERATOR, make_config, open_app_fixture
 
 pytestmark = pytest.mark.anyio
 
@@ -88,7 +88,7 @@ async def test_history_is_raw_oldest_first_and_by_key_or_session_id(tmp_path: Pa
 @pytest.mark.requirement("S8")
 async def test_a_denied_session_takes_nothing_and_changes_nothing(tmp_path: Path) -> None:
     rules = [{"match": {"chatType": "group"}, "action": "deny"}]
-    config = with_settings({"session": {"sendPolicy": {"rules": rules}}})
+    config = make_config({"session": {"sendPolicy": {"rules": rules}}})
     group = "agent:main:discord:group:1"
     async with open_app_fixture(tmp_path, echo, config=config) as app:
         with pytest.raises(SendBlocked, match="send blocked by session policy"):
@@ -151,7 +151,7 @@ async def test_references_that_fit_several_sessions_list_them(tmp_path: Path) ->
 
 @pytest.mark.requirement("V3", "K2")
 async def test_an_agent_sees_its_own_short_keys_and_nobody_elses_sessions(tmp_path: Path) -> None:
-    config = with_settings({"agents": {"list": [{"id": "main"}, {"id": "other"}]}})
+    config = make_config({"agents": {"list": [{"id": "main"}, {"id": "other"}]}})
     async with open_app_fixture(tmp_path, echo, config=config) as app:
         await app.ask("hello")
         await app.ask("hello", "agent:other:main")
@@ -194,7 +194,7 @@ async def test_bad_input_names_the_field_and_changes_nothing(
 @pytest.mark.requirement("K3")
 async def test_with_global_scope_every_main_is_the_one_session(tmp_path: Path) -> None:
     agents = {"list": [{"id": "a", "default": True}, {"id": "b"}]}
-    config = with_settings({"session": {"scope": "global"}, "agents": agents})
+    config = make_config({"session": {"scope": "global"}, "agents": agents})
     async with open_app_fixture(tmp_path, echo, config=config) as app:
         await app.ask("one", "main")
         await app.ask("two", "agent:b:main")
@@ -205,7 +205,7 @@ async def test_with_global_scope_every_main_is_the_one_session(tmp_path: Path) -
 
 @pytest.mark.requirement("V1", "L1")
 async def test_filtering_by_agent_keeps_what_was_spawned_below_the_caller(tmp_path: Path) -> None:
-    config = with_settings({"agents": {"list": [{"id": "main"}, {"id": "helper"}]}})
+    config = make_config({"agents": {"list": [{"id": "main"}, {"id": "helper"}]}})
     child = "agent:helper:subagent:22222222-2222-2222-2222-222222222222"
     async with open_app_fixture(tmp_path, echo, config=config) as app:
         await app.create(MAIN)
@@ -231,7 +231,7 @@ async def test_a_child_is_not_told_of_a_parent_it_may_not_see(tmp_path: Path) ->
 
 async def test_many_agents_can_be_seen_at_once(tmp_path: Path) -> None:
     ids = [f"a{number}" for number in range(120)]
-    config = with_settings(
+    config = make_config(
         {
             "agents": {"list": [{"id": agent_id} for agent_id in ids]},
             "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True, "allow": ["a*"]}},

@@ -41,7 +41,8 @@ from antiphon.store import Row, Store, Tx
 from antiphon.tools import create_session_tools
 from support.agents_fixture import ScriptedAgent, get_last_user_text, make_agents_config
 from support.agents_fixture import open_agents_fixture as troupe_house
-from support.app_fixture import DATABASE, MAIN, OPERATOR, dump, opened, raw, with_settings
+from support.app_fixture import DATABASE, MAIN, OPERATOR, make_config, open_test_store
+from support.databases import dump_database, query_database
 
 AGENTS = ("main", "ann", "bob")
 WIDTH: dict[Visibility, int] = {"self": 0, "tree": 1, "agent": 2, "all": 3}
@@ -278,7 +279,7 @@ class Desk:
 
 @asynccontextmanager
 async def desk(config: Config, path: Path) -> AsyncGenerator[Desk]:
-    async with opened(path) as store:
+    async with open_test_store(path) as store:
         door = SessionResolver(config)
         operations = Operations(
             config=config,
@@ -316,7 +317,7 @@ def test_a_key_is_listed_if_and_only_if_its_history_is_read_and_each_action_is_d
     tmp_path_factory: pytest.TempPathFactory, configuration: Settings, wanted: list[Born]
 ) -> None:
     async def check(path: Path) -> None:
-        async with desk(with_settings(configuration), path) as office:
+        async with desk(make_config(configuration), path) as office:
             facts = await office.store.tx(_populate, wanted)
             for me in facts[:3]:
                 await _check_reach(office, configuration, me, facts)
@@ -384,7 +385,7 @@ async def test_reading_sending_and_controlling_are_granted_apart(
     tmp_path: Path, rules: dict[str, str], sets: tuple[str, str, str]
 ) -> None:
     """The session itself, its child, its agent's other one (`t`) and another agent's (`o`)."""
-    config = with_settings(
+    config = make_config(
         {
             "tools": {"sessions": rules, "agentToAgent": {"enabled": True}},
             "agents": {"list": [{"id": "main", "default": True}, {"id": "ann"}]},
@@ -470,7 +471,7 @@ SELECT s.key, s.agent_id, EXISTS (
 def _reached(config: Config, path: Path, caller: Caller, action: Action) -> set[str]:
     door = SessionResolver(config)
     reached: set[str] = set()
-    for row in raw(path / DATABASE, ROWS, caller.session_key):
+    for row in query_database(path / DATABASE, ROWS, caller.session_key):
         with contextlib.suppress(AntiphonError):
             door.authorize(caller, action, cast(Row, row), row["key"])
             reached.add(row["key"])
@@ -479,7 +480,11 @@ def _reached(config: Config, path: Path, caller: Caller, action: Action) -> set[
 
 def _below(path: Path, key: str | None) -> set[str]:
     """A session and everything spawned below it."""
-    return {row["key"] for row in raw(path / DATABASE, ROWS, key) if row["descendant"] or row["key"] == key}
+    return {
+        row["key"]
+        for row in query_database(path / DATABASE, ROWS, key)
+        if row["descendant"] or row["key"] == key
+    }
 
 
 async def _check_child(opened: App, path: Path, parent: SessionIdentity, child: SessionIdentity) -> None:
@@ -499,7 +504,9 @@ async def _check_child(opened: App, path: Path, parent: SessionIdentity, child: 
 
 
 def _depth(path: Path, actor: SessionIdentity) -> int:
-    (row,) = raw(path / DATABASE, "SELECT envelope FROM sessions WHERE key = ?", actor.caller.session_key)
+    (row,) = query_database(
+        path / DATABASE, "SELECT envelope FROM sessions WHERE key = ?", actor.caller.session_key
+    )
     return 5 if row["envelope"] is None else json.loads(row["envelope"])["depth"]
 
 
@@ -512,12 +519,12 @@ async def _spawn_on(opened: App, path: Path, key: str, agents: list[str]) -> str
     operations = opened.operations
     for agent in agents:
         parent = (await operations.act_as(OPERATOR, key)).actor
-        before = raw(path / DATABASE, "SELECT key FROM sessions ORDER BY key")
+        before = query_database(path / DATABASE, "SELECT key FROM sessions ORDER BY key")
         try:
             wanted = SpawnRequest(task="go", agent_id=agent, announce="none")
             spawned = await operations.spawn(parent.caller, wanted)
         except (SpawnRefused, Forbidden):
-            assert raw(path / DATABASE, "SELECT key FROM sessions ORDER BY key") == before
+            assert query_database(path / DATABASE, "SELECT key FROM sessions ORDER BY key") == before
             continue
         key = _full(spawned.child_session_key, agent)
         await _check_child(opened, path, parent, (await operations.act_as(OPERATOR, key)).actor)
@@ -531,7 +538,7 @@ def _full(shown: str, agent: str) -> str:
 async def _check_line(opened: App, path: Path) -> None:
     """Every child that there is by now, with its parent."""
     sql = "SELECT s.key, p.key AS above FROM sessions s JOIN sessions p ON p.id = s.spawned_by"
-    for row in raw(path / DATABASE, sql):
+    for row in query_database(path / DATABASE, sql):
         parent, child = [
             (await opened.operations.act_as(OPERATOR, key)).actor for key in (row["above"], row["key"])
         ]
@@ -541,7 +548,7 @@ async def _check_line(opened: App, path: Path) -> None:
 @asynccontextmanager
 async def _housing(configuration: Settings, path: Path) -> AsyncGenerator[App]:
     functions = {agent: FunctionRuntime(_silent) for agent in AGENTS}
-    async with open_app(with_settings(configuration), path, functions=functions) as opened:
+    async with open_app(make_config(configuration), path, functions=functions) as opened:
         for agent, rest in itertools.product(AGENTS, ("main", "direct:1")):
             await opened.operations.open(OPERATOR, f"agent:{agent}:{rest}")
         yield opened
@@ -700,12 +707,12 @@ def _fate(result: ToolOutput) -> Found:
 async def test_looking_for_hostile_names_finds_nothing_and_changes_nothing(tmp_path: Path) -> None:
     async with troupe_house(make_agents_config("ann"), tmp_path) as agents:
         await agents.open_sessions(MAIN, "agent:ann:main")
-        before = dump(tmp_path / DATABASE)
+        before = dump_database(tmp_path / DATABASE)
         for words, (tool, slot) in itertools.product(HOSTILE, LOOKS):
             result = await agents.invoke_tool(tool, MAIN, **{slot: words})
             if _fate(result) == "done" and tool == "sessions_history":
                 assert words in ("current", "global"), "nothing else of it is the name of a session"
-        assert dump(tmp_path / DATABASE) == before
+        assert dump_database(tmp_path / DATABASE) == before
 
 
 @pytest.mark.requirement("SEC10", "SEC5")
@@ -713,12 +720,12 @@ async def test_looking_for_hostile_names_finds_nothing_and_changes_nothing(tmp_p
 async def test_acting_on_hostile_names_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     async with troupe_house(make_agents_config("ann"), tmp_path) as agents:
         await agents.open_sessions(MAIN, "agent:ann:main")
-        before = dump(tmp_path / DATABASE)
+        before = dump_database(tmp_path / DATABASE)
         for words, asked in itertools.product(HOSTILE, NAMING):
             arguments = {name: value for name, value in asked.items() if name not in ("tool", "slot")}
             result = await agents.invoke_tool(asked["tool"], MAIN, **arguments, **{asked["slot"]: words})
             assert _fate(result) == "refused", (asked, words, result.text)
-        assert dump(tmp_path / DATABASE) == before
+        assert dump_database(tmp_path / DATABASE) == before
 
 
 @pytest.mark.requirement("SEC10", "G5", "S3")
@@ -730,13 +737,13 @@ async def test_hostile_messages_arrive_byte_for_byte_inside_a_frame_they_cannot_
     ) as agents:
         await agents.open_sessions(MAIN, "agent:ann:main")
         for words in HOSTILE:
-            before = dump(tmp_path / DATABASE)
+            before = dump_database(tmp_path / DATABASE)
             result = await agents.invoke_tool(
                 "sessions_send", MAIN, agentId="ann", message=words, replyBack=0, announce="none"
             )
             if _fate(result) == "refused":
                 assert words == "\ud800", "only what is no text at all"
-                assert dump(tmp_path / DATABASE) == before
+                assert dump_database(tmp_path / DATABASE) == before
                 continue
             stored = [entry for entry in await agents.transcript("agent:ann:main") if entry["role"] == "user"]
             assert stored[-1]["content"] == words
@@ -758,11 +765,11 @@ async def test_hostile_labels_and_tasks_are_shown_as_data_or_refused(tmp_path: P
         await agents.open_sessions(MAIN)
         ordinary: list[str] = []
         for words in ("ordinary", *HOSTILE):
-            before = dump(tmp_path / DATABASE)
+            before = dump_database(tmp_path / DATABASE)
             asked = {"agentId": "ann", "label": words, "task": "work", "announce": "none"}
             result = await agents.invoke_tool("sessions_spawn", MAIN, **asked)
             if _fate(result) == "refused":
-                assert dump(tmp_path / DATABASE) == before
+                assert dump_database(tmp_path / DATABASE) == before
                 continue
             await agents.wait_until_idle()
             key = result.details["childSessionKey"]
@@ -786,7 +793,7 @@ async def test_hostile_names_of_files_write_nothing_elsewhere(tmp_path: Path) ->
         await agents.open_sessions(MAIN)
         names = (*HOSTILE, ".", "", "con", "a/b", "a\\b", ".bashrc", "-rf", "x\u2215y", "file.txt ")
         for name in names:
-            before, files = dump(home / DATABASE), _files(tmp_path)
+            before, files = dump_database(home / DATABASE), _files(tmp_path)
             given = [{"name": name, "content": "secret"}]
             asked = {"task": "work", "announce": "none", "attachments": given}
             result = await agents.invoke_tool("sessions_spawn", MAIN, **asked)
@@ -797,7 +804,7 @@ async def test_hostile_names_of_files_write_nothing_elsewhere(tmp_path: Path) ->
             }
             if _fate(result) == "refused":
                 assert not new, name
-                assert dump(home / DATABASE) == before, name
+                assert dump_database(home / DATABASE) == before, name
                 continue
             await agents.wait_until_idle()
             receipt = result.details["attachments"]

@@ -44,12 +44,11 @@ from support.app_fixture import (
     MAIN,
     OPERATOR,
     AppFixture,
-    dump,
+    make_config,
     open_app_fixture,
-    raw,
-    until,
-    with_settings,
+    wait_until,
 )
+from support.databases import dump_database, query_database
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
 
@@ -102,7 +101,7 @@ async def desk(
 ) -> AsyncGenerator[Desk]:
     on_commit = settings.pop("on_commit", None)
     clock = clock or ManualClock(START)
-    config = with_settings({"cron": {"maxConcurrentRuns": 100}, **settings})
+    config = make_config({"cron": {"maxConcurrentRuns": 100}, **settings})
     async with open_app_fixture(
         path, agent, clock=clock, pace=QUIET, config=config, on_commit=on_commit
     ) as app:
@@ -131,7 +130,7 @@ async def test_an_answer_that_is_to_be_announced_reaches_the_chat_of_the_main_se
         async with at.app.bus.listen(session_topic(row["id"])) as events:
             await at.pass_(3600)
             heard: list[object] = []
-            await until(lambda: _delivered(events, heard))
+            await wait_until(lambda: _delivered(events, heard))
         assert [event.text for event in heard if isinstance(event, Delivered)] == ["good morning"]
         note = (await at.app.transcript())[-1]
         assert note["role"] == "assistant" and note["content"] == [{"type": "text", "text": "good morning"}]
@@ -157,7 +156,7 @@ async def test_an_answer_for_a_channel_that_is_not_there_is_a_dead_letter(tmp_pa
             rows = at.app.rows("SELECT state, error FROM deliveries")
             return [row["state"] for row in rows] == ["dead"] and "'pigeon'" in rows[0]["error"]
 
-        await until(dead)
+        await wait_until(dead)
 
 
 async def _delivered(events: Listener, heard: list[object]) -> bool:
@@ -181,7 +180,7 @@ async def test_a_job_fires_into_a_session_of_its_own_and_says_how_it_went(tmp_pa
         assert at.runs() == [run_id]
         key = f"agent:main:cron:{job.id}"
         heard: list[object] = []
-        await until(lambda: _heard(events, heard, SessionChanged(session_key=key, reason="cron")))
+        await wait_until(lambda: _heard(events, heard, SessionChanged(session_key=key, reason="cron")))
         view = await at.app.wait_for_end(run_id)
         assert (view.state, view.session_key, view.reply) == ("ok", key, "good morning")
         [said, answer] = await at.app.transcript(key)
@@ -375,7 +374,7 @@ async def test_a_full_lane_keeps_the_slot_until_there_is_room(tmp_path: Path) ->
 
     async with desk(tmp_path, agent, store={"laneMaxQueued": 1}) as at:
         active = await at.app.say("one")
-        await until(lambda: _state(at, active, "running"))
+        await wait_until(lambda: _state(at, active, "running"))
         await at.app.say("two")
         job = await at.add(session_target="main")
         await at.pass_(3600)
@@ -401,7 +400,7 @@ async def test_a_full_lane_holds_up_no_other_job(tmp_path: Path) -> None:
     async with desk(tmp_path, agent, store={"laneMaxQueued": 1}) as at:
         await at.app.create(group)
         active = await at.app.say("one", group)
-        await until(lambda: _state(at, active, "running"))
+        await wait_until(lambda: _state(at, active, "running"))
         waiting = await at.app.say("two", group)
         stuck = await at.add(session_target=f"session:{group}")
         fine = await at.add()
@@ -446,7 +445,9 @@ async def test_no_more_runs_at_a_time_than_allowed_and_the_others_keep_their_slo
         assert (fired.ran, fired.reason) == (False, "busy")
         for done in range(5):
             gate.release()
-            await until(lambda done=done: _so_many_ended(at, done + 1))  # which of the two it is, is chance
+            await wait_until(
+                lambda done=done: _so_many_ended(at, done + 1)
+            )  # which of the two it is, is chance
             await at.pass_(10)
             assert len(at.runs()) == min(5, 3 + done)
         assert at.runs() == [f"cron:{job.id}:{START + HOUR}" for job in added]
@@ -514,7 +515,7 @@ async def lives(home: Path, job_id: str, place: DatabaseLocation | None, kill: i
     # Who comes after a kill comes when the lease of the dead has run out.
     clock = ManualClock(START + HOUR + (0 if kill else MINUTE))
     async with open_app(config, home, clock=clock, on_commit=on_commit) as opened:
-        await until(lambda: _ended(opened.schedules, job_id))
+        await wait_until(lambda: _ended(opened.schedules, job_id))
 
 
 async def _ended(schedules: JobOperations, job_id: str) -> bool:
@@ -553,8 +554,10 @@ async def test_killed_around_any_commit_a_slot_is_one_run(tmp_path: Path) -> Non
     for home, job_id, _ in homes:
         path = Path(home) / DATABASE
         fired = {"id": f"cron:{job_id}:{START + HOUR}", "state": "ok"}
-        assert raw(path, "SELECT id, state FROM runs") == [fired], home
-        assert raw(path, "SELECT next_at, firings FROM jobs") == [{"next_at": START + 2 * HOUR, "firings": 1}]
+        assert query_database(path, "SELECT id, state FROM runs") == [fired], home
+        assert query_database(path, "SELECT next_at, firings FROM jobs") == [
+            {"next_at": START + 2 * HOUR, "firings": 1}
+        ]
 
 
 # --- the scheduler itself ---
@@ -569,7 +572,7 @@ async def test_the_house_fires_by_itself_and_hears_of_new_jobs(tmp_path: Path) -
             job = await opened.schedules.add(OPERATOR, spec)
             heard: list[object] = []
             wanted = SessionChanged(session_key=f"agent:main:cron:{job.id}", reason="cron")
-            await until(lambda: _heard(events, heard, wanted))
+            await wait_until(lambda: _heard(events, heard, wanted))
         view = await opened.operations.wait(OPERATOR, f"cron:{job.id}:{START}", BOUND)
         assert (view.state, view.reply) == ("ok", "good morning")
 
@@ -592,7 +595,7 @@ async def test_the_scheduler_outlives_what_goes_wrong(
         monkeypatch.setattr(firings, "list_due_jobs", failing)
         monkeypatch.setattr(jobs, "load_overview", failing)
         task = asyncio.create_task(at.scheduler.run())
-        await until(lambda: _fired(at))
+        await wait_until(lambda: _fired(at))
         await at.settle()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -710,7 +713,7 @@ async def test_a_view_has_the_agreed_names(tmp_path: Path) -> None:
 async def test_who_may_do_what(tmp_path: Path) -> None:
     async with desk(tmp_path) as at:
         job = await at.add()
-        before = dump(at.app.path)
+        before = dump_database(at.app.path)
         s, spec = at.schedules, JobSpec(name="x", schedule=HOURLY, payload=WORDS)
         reading: list[Callable[[Caller], Any]] = [
             s.list, s.get_status, lambda who: s.get(who, job.id), lambda who: s.list_runs(who, job.id),
@@ -731,7 +734,7 @@ async def test_who_may_do_what(tmp_path: Path) -> None:
                 await ask(who)
         for ask in reading:
             await ask(Caller.operator([READ_SCOPE]))
-        assert dump(at.app.path) == before
+        assert dump_database(at.app.path) == before
 
 
 SPEC: dict[str, Any] = {
@@ -791,7 +794,7 @@ async def test_bad_input_names_its_field_and_changes_nothing(
 ) -> None:
     async with desk(tmp_path) as at:
         job = await at.add()
-        before = dump(at.app.path)
+        before = dump_database(at.app.path)
         with pytest.raises(AntiphonError) as refused:
             await at.schedules.add(OPERATOR, parse_job_input(JobSpec, {**SPEC, **wrong}))
         with pytest.raises(AntiphonError) as changed:
@@ -799,7 +802,7 @@ async def test_bad_input_names_its_field_and_changes_nothing(
         for error in (refused.value, changed.value):
             assert (error.data["field"], error.who) == (field, "caller")
             assert error.hint
-        assert dump(at.app.path) == before
+        assert dump_database(at.app.path) == before
 
 
 async def test_what_was_made_in_python_is_held_to_the_same_rules(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from antiphon.operations import HistoryFilter, Operations, SessionPatch, message
 from antiphon.runtimes import Prompt
 from antiphon.store import Tx
 from antiphon.views import SearchHit, SearchPage
-from support.app_fixture import BOUND, MAIN, OPERATOR, AppFixture, open_app_fixture, with_settings
+from support.app_fixture import BOUND, MAIN, OPERATOR, AppFixture, make_config, open_app_fixture
 
 AGENTS = ("main", "helper", "writer")
 QUIET = EngineTimings(lease=10**7, sweep=3600, retention=3600)
@@ -141,7 +141,7 @@ def test_a_hit_is_returned_if_and_only_if_its_session_may_be_read(
     for _ in range(3):
         place = data.draw(st.sampled_from(places))
         callers.append(Caller.agent(place.agent, place.key, sandboxed=data.draw(st.booleans())))
-    asyncio.run(_compared(tmp_path_factory.mktemp("world"), with_settings(given_rules), places, callers))
+    asyncio.run(_compared(tmp_path_factory.mktemp("world"), make_config(given_rules), places, callers))
 
 
 async def _compared(path: Path, config: Config, places: list[Place], callers: list[Caller]) -> None:

@@ -20,7 +20,7 @@ import pytest
 from chaos import verify
 from chaos.scenario import plan
 from support.app_fixture import DATABASE
-from support.databases import chosen, raw
+from support.databases import chosen, query_database
 
 WORKER = Path(__file__).with_name("worker.py")
 TESTS = WORKER.parent.parent
@@ -47,8 +47,8 @@ def get_store_arguments(state_dir: Path) -> list[str]:
 def expire_leases(state_dir: Path) -> None:
     """End the leases of the dead: one who shares its store waits for that, and nobody has the time here."""
     if chosen.postgres:
-        raw(state_dir / DATABASE, "UPDATE owners SET lease_until = 0")
-        raw(state_dir / DATABASE, "UPDATE watch SET until = 0")
+        query_database(state_dir / DATABASE, "UPDATE owners SET lease_until = 0")
+        query_database(state_dir / DATABASE, "UPDATE watch SET until = 0")
 
 
 def remove_state(state_dir: Path) -> None:

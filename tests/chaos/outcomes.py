@@ -8,7 +8,7 @@ from typing import Any
 
 from chaos.scenario import Planned
 from support import invariants
-from support.planned_exchanges import SKIP, UNKEYED, WOKEN, YIELDED, Sent, Spawned
+from support.planned_exchanges import SKIP, UNKEYED, WOKEN, YIELDED, PlannedSend, PlannedSpawn
 from support.store_snapshot import Call, Row, StoreSnapshot
 
 
@@ -25,7 +25,7 @@ def missed(book: StoreSnapshot, plan: Sequence[Planned]) -> list[str]:
     return wrong + _nothing_else(book, plan)
 
 
-def _every(spawns: Iterable[Spawned]) -> list[Spawned]:
+def _every(spawns: Iterable[PlannedSpawn]) -> list[PlannedSpawn]:
     return [each for spawned in spawns for each in (spawned, *_every(spawned.spawns))]
 
 
@@ -59,14 +59,14 @@ def _results(book: StoreSnapshot, run: Row, tool: str) -> list[Call]:
     return [call for call in book.calls(run) if call.name == tool]
 
 
-def _sends(book: StoreSnapshot, run: Row, sends: Sequence[Sent]) -> list[str]:
+def _sends(book: StoreSnapshot, run: Row, sends: Sequence[PlannedSend]) -> list[str]:
     calls = _results(book, run, "sessions_send")
     if len(calls) != len(sends):
         return [f"{run['id']} has sent {len(calls)} messages, not {len(sends)}"]
     return [line for call, sent in zip(calls, sends, strict=True) for line in _sent(book, run, call, sent)]
 
 
-def _sent(book: StoreSnapshot, run: Row, call: Call, sent: Sent) -> list[str]:
+def _sent(book: StoreSnapshot, run: Row, call: Call, sent: PlannedSend) -> list[str]:
     answer = json.loads(call.answer)
     exchange = next((row for row in book.exchanges if row["id"] == answer.get("runId")), None)
     if exchange is None:
@@ -86,7 +86,7 @@ def _sent(book: StoreSnapshot, run: Row, call: Call, sent: Sent) -> list[str]:
     return wrong + _announced(book, exchange, sent)
 
 
-def _answered(call: Call, answer: dict[str, Any], sent: Sent) -> list[str]:
+def _answered(call: Call, answer: dict[str, Any], sent: PlannedSend) -> list[str]:
     reply = sent.replies[0] if sent.status == "ok" else None
     if (answer["status"], answer.get("reply")) != (sent.status, reply) or call.interrupted:
         return [f"{call.key} was answered {answer}, not {sent.status} {reply!r}"]
@@ -98,7 +98,7 @@ def _replies(book: StoreSnapshot, exchange: Row) -> list[str]:
     return [run["reply"] for id in ids if (run := book.run(id)) and run["state"] == "ok"]
 
 
-def _announced(book: StoreSnapshot, exchange: Row, sent: Sent) -> list[str]:
+def _announced(book: StoreSnapshot, exchange: Row, sent: PlannedSend) -> list[str]:
     delivery = book.delivery(f"exchange:{exchange['id']}")
     body, state = (delivery["body"], delivery["state"]) if delivery else (None, None)
     step = book.run(f"announce:{exchange['id']}")
@@ -109,14 +109,14 @@ def _announced(book: StoreSnapshot, exchange: Row, sent: Sent) -> list[str]:
     return []
 
 
-def _spawns(book: StoreSnapshot, run: Row, spawns: Sequence[Spawned]) -> list[str]:
+def _spawns(book: StoreSnapshot, run: Row, spawns: Sequence[PlannedSpawn]) -> list[str]:
     calls = _results(book, run, "sessions_spawn")
     if len(calls) != len(spawns):
         return [f"{run['id']} has spawned {len(calls)}, not {len(spawns)}"]
     return [line for call, one in zip(calls, spawns, strict=True) for line in _spawned(book, run, call, one)]
 
 
-def _spawned(book: StoreSnapshot, run: Row, call: Call, spawned: Spawned) -> list[str]:
+def _spawned(book: StoreSnapshot, run: Row, call: Call, spawned: PlannedSpawn) -> list[str]:
     answer = json.loads(call.answer)
     task = next((task for task in book.tasks if task["id"] == answer.get("runId")), None)
     if task is None or answer["status"] != "accepted":
@@ -142,9 +142,9 @@ def _last_word(book: StoreSnapshot, session: int) -> str | None:
     return woken[-1]["reply"] if woken else None
 
 
-def _reported(book: StoreSnapshot, task: Row, spawned: Spawned) -> list[str]:
+def _reported(book: StoreSnapshot, task: Row, spawned: PlannedSpawn) -> list[str]:
     """Once in the requester's transcript, and in its chat in the same words."""
-    found = [_text(message["json"]["content"]) for message in invariants.notes(book, task)]
+    found = [_text(message["json"]["content"]) for message in invariants.list_notes(book, task)]
     if spawned.body is None:
         return [f"of {task['id']} was told {found}"] if found else []
     if len(found) != 1 or not found[0].startswith(spawned.body):

@@ -16,12 +16,12 @@ from support.planned_exchanges import (
     KEYED,
     TURNS,
     UNKEYED,
-    Sent,
-    Spawned,
-    announcing,
-    nested,
-    sending,
-    spawning,
+    PlannedSend,
+    PlannedSpawn,
+    plan_announced_send,
+    plan_nested_spawn,
+    plan_send,
+    plan_spawn,
 )
 
 TELL = "tell"  # our own kind of tool: settled by its key after a crash
@@ -40,8 +40,8 @@ class Planned:
     state: str
     steps: int
     """Answers of the model in the transcript, the last one included."""
-    sends: tuple[Sent, ...] = ()
-    spawns: tuple[Spawned, ...] = ()
+    sends: tuple[PlannedSend, ...] = ()
+    spawns: tuple[PlannedSpawn, ...] = ()
     wakes: int | None = None
     """How often its session is woken by sub-agents; None where others share the session."""
 
@@ -53,8 +53,8 @@ class Shape:
     text: str
     state: str = "ok"
     steps: int = 1
-    sends: tuple[Sent, ...] = ()
-    spawns: tuple[Spawned, ...] = ()
+    sends: tuple[PlannedSend, ...] = ()
+    spawns: tuple[PlannedSpawn, ...] = ()
     wakes: int | None = None
 
     def at(self, key: str, session: str) -> Planned:
@@ -102,59 +102,61 @@ _SHAPES: dict[str, Callable[[str], Shape]] = {
 }
 
 
-def _sends(key: str, *sends: Sent) -> Shape:
+def _sends(key: str, *sends: PlannedSend) -> Shape:
     return replace(_said(*(sent.call for sent in sends), key=key), sends=sends)
 
 
-def _spawns(key: str, *spawns: Spawned, wakes: int | None = None) -> Shape:
+def _spawns(key: str, *spawns: PlannedSpawn, wakes: int | None = None) -> Shape:
     return replace(_said(*(spawned.call for spawned in spawns), key=key), spawns=spawns, wakes=wakes)
 
 
-def _yields(key: str, *spawns: Spawned) -> Shape:
+def _yields(key: str, *spawns: PlannedSpawn) -> Shape:
     """Ends its turn to be woken: the last answer is the one that the tool ends it with."""
     text = "\n".join([*(spawned.call for spawned in spawns), YIELD])
     return Shape(text, steps=len(spawns) + 2, spawns=spawns, wakes=1)
 
 
 def _twice(key: str) -> Shape:
-    sent = replace(sending(key, says=2, wait=True), key=f"key of {key}")
+    sent = replace(plan_send(key, says=2, wait=True), key=f"key of {key}")
     return _sends(key, sent, sent)
 
 
 def _spawn_and_send(key: str) -> Shape:
     """The report comes while its requester is busy, and waits."""
-    spawned, sent = spawning(key), sending(key, says=3, wait=True)
+    spawned, sent = plan_spawn(key), plan_send(key, says=3, wait=True)
     return replace(_said(spawned.call, sent.call, key=key), sends=(sent,), spawns=(spawned,))
 
 
 _TALKS: dict[str, Callable[[str], Shape]] = {
-    "five turns": lambda key: _sends(key, sending(key, says=TURNS + 1, wait=True)),
-    "five turns, no wait": lambda key: _sends(key, sending(key, says=TURNS + 1, wait=False)),
-    "two turns": lambda key: _sends(key, sending(key, says=2, wait=True)),
-    "no announce": lambda key: _sends(key, sending(key, says=1, wait=False, announced="none")),
-    "skipped": lambda key: _sends(key, sending(key, says=3, wait=False, announced="skipped")),
-    "no reply": lambda key: _sends(key, sending(key, says=0, wait=True)),
+    "five turns": lambda key: _sends(key, plan_send(key, says=TURNS + 1, wait=True)),
+    "five turns, no wait": lambda key: _sends(key, plan_send(key, says=TURNS + 1, wait=False)),
+    "two turns": lambda key: _sends(key, plan_send(key, says=2, wait=True)),
+    "no announce": lambda key: _sends(key, plan_send(key, says=1, wait=False, announced="none")),
+    "skipped": lambda key: _sends(key, plan_send(key, says=3, wait=False, announced="skipped")),
+    "no reply": lambda key: _sends(key, plan_send(key, says=0, wait=True)),
     "two sends": lambda key: _sends(
-        key, sending(key, says=1, wait=False), sending(f"{key}b", says=2, wait=True)
+        key, plan_send(key, says=1, wait=False), plan_send(f"{key}b", says=2, wait=True)
     ),
     "the same twice": _twice,
-    "spawn": lambda key: _spawns(key, spawning(key)),
-    "spawn two": lambda key: _spawns(key, spawning(key), spawning(f"{key}b", agent="helper", ending="fail")),
+    "spawn": lambda key: _spawns(key, plan_spawn(key)),
+    "spawn two": lambda key: _spawns(
+        key, plan_spawn(key), plan_spawn(f"{key}b", agent="helper", ending="fail")
+    ),
     "spawn, send": _spawn_and_send,
-    "spawn, skip": lambda key: _spawns(key, spawning(key, ending="skip")),
-    "spawn, fail": lambda key: _spawns(key, spawning(key, ending="fail")),
-    "spawn, nothing": lambda key: _spawns(key, spawning(key, ending="nothing")),
-    "spawn, silent": lambda key: _spawns(key, spawning(key, announce="none")),
-    "spawn for parent": lambda key: _spawns(key, spawning(key, announce="parent"), wakes=1),
-    "spawn and delete": lambda key: _spawns(key, spawning(key, cleanup="delete")),
-    "spawn, yield": lambda key: _yields(key, spawning(key)),
-    "spawn two, yield": lambda key: _yields(key, spawning(key), spawning(f"{key}b", ending="fail")),
-    "spawn for parent, yield": lambda key: _yields(key, spawning(key, announce="parent")),
-    "nested": lambda key: _spawns(key, nested(key)),
-    "nested, yield": lambda key: _yields(key, nested(key)),
-    "nested for parent": lambda key: _spawns(key, nested(key, announce="parent")),
-    "keyed": lambda key: _sends(key, announcing(key, KEYED)),
-    "unkeyed": lambda key: _sends(key, announcing(key, UNKEYED)),
+    "spawn, skip": lambda key: _spawns(key, plan_spawn(key, ending="skip")),
+    "spawn, fail": lambda key: _spawns(key, plan_spawn(key, ending="fail")),
+    "spawn, nothing": lambda key: _spawns(key, plan_spawn(key, ending="nothing")),
+    "spawn, silent": lambda key: _spawns(key, plan_spawn(key, announce="none")),
+    "spawn for parent": lambda key: _spawns(key, plan_spawn(key, announce="parent"), wakes=1),
+    "spawn and delete": lambda key: _spawns(key, plan_spawn(key, cleanup="delete")),
+    "spawn, yield": lambda key: _yields(key, plan_spawn(key)),
+    "spawn two, yield": lambda key: _yields(key, plan_spawn(key), plan_spawn(f"{key}b", ending="fail")),
+    "spawn for parent, yield": lambda key: _yields(key, plan_spawn(key, announce="parent")),
+    "nested": lambda key: _spawns(key, plan_nested_spawn(key)),
+    "nested, yield": lambda key: _yields(key, plan_nested_spawn(key)),
+    "nested for parent": lambda key: _spawns(key, plan_nested_spawn(key, announce="parent")),
+    "keyed": lambda key: _sends(key, plan_announced_send(key, KEYED)),
+    "unkeyed": lambda key: _sends(key, plan_announced_send(key, UNKEYED)),
 }
 
 

@@ -31,12 +31,12 @@ from support.agents_fixture import (
     HELPER,
     AgentsFixture,
     ScriptedAgent,
+    get_phase,
     make_agents_config,
     open_agents_fixture,
-    phase_of,
 )
-from support.app_fixture import BOUND, MAIN, calls, text
-from support.random_agents import AGENTS, CONFIG, main_of
+from support.app_fixture import BOUND, MAIN, make_answer, make_tool_calls
+from support.random_agents import AGENTS, CONFIG, get_main_key
 from support.store_snapshot import Row, StoreSnapshot
 
 KILLS = 6
@@ -91,7 +91,7 @@ def suffer(home: Path, seed: int) -> StoreSnapshot:
             assert code == KILLED, f"seed {seed}: a life ended with {code} after {died} kills"
             died += 1
         assert live(None) == 0, f"seed {seed}: the last life did not end well"
-    sent = [planned.key for planned in random_agents.plan(seed)]
+    sent = [planned.key for planned in random_agents.plan_messages(seed)]
     found = verify.always(state_dir, sent)
     book = StoreSnapshot(state_dir)
     wrong = [*found, *lost(book), *twice(book), *order(book), *held(book), *verify.out_of_turn(book, sent)]
@@ -258,23 +258,24 @@ async def test_forty_agents_that_wait_for_one_hold_up_nobody(tmp_path: Path) -> 
 
     last, waiters, others = AGENTS[-1], AGENTS[:40], AGENTS[40:49]
     async with open_agents_fixture(CONFIG, tmp_path, functions={last: ScriptedAgent(thinking)}) as agents:
-        await agents.open_sessions(*map(main_of, AGENTS))
+        await agents.open_sessions(*map(get_main_key, AGENTS))
         runs = [
-            await agents.say(_sending(last, "hello", wait=3 * BOUND), main_of(agent)) for agent in waiters
+            await agents.say(_sending(last, "hello", wait=3 * BOUND), get_main_key(agent))
+            for agent in waiters
         ]
         await agents.until(lambda: _waiting(agents, len(waiters)))
         for agent, other in pairwise(others):
-            view = await agents.ask(_sending(other, "say hi", wait=BOUND), main_of(agent))
+            view = await agents.ask(_sending(other, "say hi", wait=BOUND), get_main_key(agent))
             assert json.loads(view.reply or "")["reply"] == "hi"
         spawned = await agents.call_tool(
-            "sessions_spawn", main_of(others[0]), task="say here", announce="none"
+            "sessions_spawn", get_main_key(others[0]), task="say here", announce="none"
         )
         assert (await agents.wait_for_end(spawned["runId"])).reply == "here"
         # Who waits is still written to, and is next when its wait is over.
         sent = await agents.call_tool(
             "sessions_send",
-            main_of(others[0]),
-            sessionKey=main_of(waiters[0]),
+            get_main_key(others[0]),
+            sessionKey=get_main_key(waiters[0]),
             message="say me",
             timeoutSeconds=0,
         )
@@ -299,12 +300,12 @@ async def test_who_yields_when_its_sub_agent_has_woken_it_already_answers_all_th
         return bool(opened[0].rows("SELECT 1 FROM tasks WHERE phase = 'settled'"))
 
     async def speak(prompt: Prompt) -> AssistantMessage:
-        if ":subagent:" in prompt.session_key or phase_of(prompt) != "request":
-            return text("in the end")
+        if ":subagent:" in prompt.session_key or get_phase(prompt) != "request":
+            return make_answer("in the end")
         if not isinstance(prompt.messages[-1], ToolResult):
-            return calls("sessions_spawn", task="go", announce="parent")
+            return make_tool_calls("sessions_spawn", task="go", announce="parent")
         await opened[0].until(reported)
-        return calls("sessions_yield")
+        return make_tool_calls("sessions_yield")
 
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": ScriptedAgent(speak)}
@@ -321,7 +322,7 @@ async def test_who_yields_when_its_sub_agent_has_woken_it_already_answers_all_th
 
 def _sending(agent: str, message: str, wait: float) -> str:
     arguments = {
-        "sessionKey": main_of(agent),
+        "sessionKey": get_main_key(agent),
         "message": message,
         "timeoutSeconds": wait,
         "replyBack": 0,

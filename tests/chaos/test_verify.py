@@ -13,7 +13,7 @@ from chaos import outcomes, verify
 from chaos.harness import Servers
 from chaos.scenario import plan
 from support.app_fixture import DATABASE
-from support.databases import raw
+from support.databases import query_database
 from support.store_snapshot import StoreSnapshot
 
 TALK, TASK, NESTED, DELETED = "five turns", "spawn, yield", "nested", "spawn and delete"
@@ -136,7 +136,7 @@ def test_a_lie_is_seen_in_either_database(servers: Servers, tmp_path: Path, lie:
     state_dir = tmp_path / "state"
     assert servers.play(state_dir, f"single:{shape}", None) == 0
     assert verify.finally_(state_dir, plan(f"single:{shape}")) == []
-    raw(state_dir / DATABASE, statement)
+    query_database(state_dir / DATABASE, statement)
     found = verify.finally_(state_dir, plan(f"single:{shape}"))
     found += outcomes.missed(StoreSnapshot(state_dir), plan(f"single:{shape}"))
     assert [line for line in found if complaint in line], found

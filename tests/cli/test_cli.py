@@ -32,7 +32,7 @@ from antiphon.store.sqlite.store import SqliteStore
 from antiphon.store.statedir import StateDir
 from cli.gateways import up
 from cli.terminal import BOUND, COMMAND, Program
-from support.privileges import unprivileged
+from support.privileges import drop_privileges
 
 MAIN = "agent:main:main"
 COUNTING = " ".join(f"word{number}" for number in range(100))
@@ -624,7 +624,7 @@ async def test_a_directory_that_may_not_be_entered_is_a_finding_among_others(ope
     # What is imported on the way is not for everybody to read.
     assert await run_checks(paths) and list(check_gateways(paths.state_dir, Config()))
     (open_path / "locked").chmod(0)
-    with unprivileged():
+    with drop_privileges():
         found = {finding.check: finding for finding in await run_checks(paths)}
         beside = {finding.check: finding for finding in check_gateways(paths.state_dir, Config())}
         with pytest.raises(StoreError, match="cannot be looked into"):
@@ -654,14 +654,14 @@ async def test_the_doctor_knows_where_nothing_can_be_kept(open_path: Path) -> No
     shared.mkdir(mode=0o755)
     (shared / "diary").touch()
     assert await state(open_path / "new") == ("ok", "")
-    with unprivileged():
+    with drop_privileges():
         assert await state(kept) == ("fail", f"{str(kept / DATABASE_FILE_NAME)!r} cannot be written to.")
         level, what = await state(closed / "a" / "b")
         assert level == "fail" and what.endswith(f"cannot be made in {str(closed)!r}.")
     level, what = await state(shared)
     assert level == "fail" and "holds other things" in what
     shared.chmod(0o733)
-    with unprivileged():
+    with drop_privileges():
         assert (await state(shared))[0] == "fail"
 
 

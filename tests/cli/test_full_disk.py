@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cli.terminal import BOUND, Program
-from support.disks import Disk, small_disk
+from support.disks import Disk, mount_small_disk
 
 pytestmark = pytest.mark.requirement("G21")
 
@@ -26,7 +26,7 @@ AGAIN = "The database can be written again, and everything goes on."
 @pytest.fixture
 def disk(program: Program) -> Generator[Disk]:
     """The state directory, on a disk of its own."""
-    with small_disk(program.state) as disk:
+    with mount_small_disk(program.state) as disk:
         yield disk
 
 

@@ -18,7 +18,7 @@ from antiphon.operations import IncomingMessage
 from antiphon.views import RunView
 from cli.gateways import up
 from cli.terminal import BOUND, Program
-from support.model_provider import Answer, Failure, Provider, served
+from support.model_provider import Answer, Failure, Provider, serve_asgi
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("R")]
 
@@ -127,7 +127,7 @@ PLAIN, LIBRARY = "m", "qwen/m"  # the reader of ours, and the one on the librari
 async def test_a_flood_takes_neither_memory_nor_the_time_of_others(
     program: Program, model: str, chunk: dict[str, Any], times: int, reason: str
 ) -> None:
-    async with served(flooding(chunk, times, {})) as url:
+    async with serve_asgi(flooding(chunk, times, {})) as url:
         config = settings(url, models=[{"id": model}])
         config["agents"]["defaults"]["model"] = f"local/{model}"
         program.configure(config)

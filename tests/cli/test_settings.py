@@ -11,7 +11,7 @@ import pytest
 from antiphon.cli._options import Settings
 from antiphon.config import Config
 from antiphon.errors import ConfigError
-from support.privileges import unprivileged
+from support.privileges import drop_privileges
 
 
 def config(path: Path, written: dict[str, Any] | None) -> Config:
@@ -54,7 +54,7 @@ def test_a_file_that_cannot_be_read_is_not_taken_for_none(open_path: Path) -> No
     path.write_text('{"store": {"url": "postgresql://db/antiphon"}}')
     path.chmod(0)
     with (
-        unprivileged(),
+        drop_privileges(),
         pytest.raises(ConfigError, match=r"config\.json5' cannot be read: Permission denied"),
     ):
         config(open_path, None)

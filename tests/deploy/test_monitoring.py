@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from antiphon.engine.runs.steps import RunOutcome
 from deploy.manifests import DEPLOY, one, panels, rules
-from support.gateway_http import served
+from support.gateway_http import open_http_gateway
 
 pytestmark = pytest.mark.anyio
 ROOT = DEPLOY.parent
@@ -45,7 +45,7 @@ def selectors(expression: Any) -> Iterator[Any]:
 @pytest.fixture
 async def known(tmp_path: Path) -> AsyncGenerator[dict[str, dict[str, set[str]]]]:
     """Every sample of a gateway that has done something, with the values of its labels."""
-    async with served(tmp_path) as http_gateway:
+    async with open_http_gateway(tmp_path) as http_gateway:
         await http_gateway.ask("something")
         await http_gateway.http.get("/readyz")
         text = (await http_gateway.http.get("/metrics")).text

@@ -32,7 +32,7 @@ from support.agents_fixture import (
     make_agents_config,
     open_agents_fixture,
 )
-from support.app_fixture import soon
+from support.app_fixture import wait_for_event
 
 pytestmark = pytest.mark.anyio
 
@@ -146,7 +146,7 @@ async def test_files_stay_while_their_child_is_at_work(tmp_path: Path) -> None:
     async def agent(prompt: Prompt) -> str:
         if get_last_user_text(prompt) == "more":
             begun.set()
-            await soon(release)
+            await wait_for_event(release)
         return "found"
 
     async with open_agents_fixture(
@@ -156,7 +156,7 @@ async def test_files_stay_while_their_child_is_at_work(tmp_path: Path) -> None:
         said = await spawned(agents, attachments=[FILE])
         file = tmp_path / "workspaces" / "main" / said["attachments"]["relDir"] / "a.txt"
         run_id = await agents.say("more", said["childSessionKey"])
-        await soon(begun)
+        await wait_for_event(begun)
         clock.advance(seconds=3600)
         assert await sweep(agents) == []
         assert file.read_text() == "x"
@@ -281,7 +281,7 @@ async def test_records_that_somebody_still_needs_stay(tmp_path: Path) -> None:
     async def agent(prompt: Prompt) -> str:
         if get_last_user_text(prompt) == "long":
             begun.set()
-            await soon(release)
+            await wait_for_event(release)
         return "found"
 
     doubtful = RecordingChannel(fails=lambda key: RuntimeError("the line went dead"))
@@ -299,7 +299,7 @@ async def test_records_that_somebody_still_needs_stay(tmp_path: Path) -> None:
         await agents.wait_until_idle()
         await agents.operations.delete(OPERATOR, said["childSessionKey"])
         await agents.use("sessions_spawn", task="long")
-        await soon(begun)
+        await wait_for_event(begun)
         await queue(agents, group, "waiting")
         for id in ("running", "queued", "task", "over"):
             agents.rows("INSERT INTO chains (id, runs, created_at) VALUES (?, 1, 1)", id)

@@ -14,7 +14,14 @@ from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
 from antiphon.messages import AssistantMessage, CompactionEntry, ToolCall, encode_message
 from antiphon.runtimes import Deltas, Prompt
 from antiphon.store import Tx
-from support.app_fixture import AppFixture, open_app_fixture, opened, soon, text, tool
+from support.app_fixture import (
+    AppFixture,
+    make_answer,
+    make_tool,
+    open_app_fixture,
+    open_test_store,
+    wait_for_event,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -35,11 +42,11 @@ class Counting:
 
     async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
         if prompt.instructions == compaction.SUMMARY_INSTRUCTIONS:
-            return text("They pay.", stop_reason="stop")
+            return make_answer("They pay.", stop_reason="stop")
         assert sum(map(context.estimate_tokens, prompt.messages)) <= self.context_window
         self.shortened += any(isinstance(message, CompactionEntry) for message in prompt.messages)
         if self.steps == STEPS:
-            return text("paid", stop_reason="stop")
+            return make_answer("paid", stop_reason="stop")
         self.steps += 1
         made = [
             ToolCall(id=f"call_{place}", name="pay", arguments={"bill": f"{self.steps}.{place}", "for": LONG})
@@ -70,7 +77,7 @@ class Till:
 
     @property
     def tools(self) -> list[Tool]:
-        return [tool("pay", self.pay, settle=True)]
+        return [make_tool("pay", self.pay, settle=True)]
 
 
 def bills(width: int = 1) -> list[str]:
@@ -109,7 +116,7 @@ async def test_a_resumed_run_knows_the_ids_it_has_given(tmp_path: Path, *, histo
         async with open_app_fixture(tmp_path, runtime, tools=till.tools) as app:
             if stop == "5.0":
                 await app.say("go", idempotency_key="run")
-            await soon(till.begun)
+            await wait_for_event(till.begun)
     till.held_at = ""
     async with open_app_fixture(tmp_path, runtime, tools=till.tools) as app:
         assert (await app.wait_for_end("run")).reply == "paid"
@@ -129,7 +136,7 @@ async def _write(tx: Tx, answers: int) -> None:
 @pytest.mark.requirement("G2", "G21")
 async def test_all_ids_of_a_run_are_found_however_long_it_is(tmp_path: Path) -> None:
     answers = 2 * context.ENTRIES_PER_PAGE + 5
-    async with opened(tmp_path) as store:
+    async with open_test_store(tmp_path) as store:
         await store.tx(_write, answers)
         found = await store.read(context.load_call_ids_since, 7, 1)
         assert found == {f"c{seq}" for seq in range(2, answers + 1) if seq % 10}

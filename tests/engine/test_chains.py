@@ -21,12 +21,13 @@ from support.agents_fixture import (
     MAIN,
     ScriptedAgent,
     get_last_user_text,
+    get_tool_result,
+    list_changed_sessions,
     make_agents_config,
     open_agents_fixture,
-    result_in,
-    warnings_of,
 )
-from support.app_fixture import DATABASE, calls, dump, raw, soon
+from support.app_fixture import DATABASE, make_tool_calls, wait_for_event
+from support.databases import dump_database, query_database
 from support.model_provider import Answer, Provider
 
 pytestmark = pytest.mark.anyio
@@ -44,11 +45,13 @@ def asks(
     """Send to another agent, if this word was said, and reply with what the tool answered."""
 
     def answer(prompt: Prompt) -> AssistantMessage | str:
-        if (result := result_in(prompt)) is not None:
+        if (result := get_tool_result(prompt)) is not None:
             return str({name: result.get(name) for name in ("status", "code", "path", "reply", "error")})
         if only is not None and only not in get_last_user_text(prompt):
             return "no"
-        return calls("sessions_send", sessionKey=main_of(other), message="pass it on", **{**CALM, **options})
+        return make_tool_calls(
+            "sessions_send", sessionKey=main_of(other), message="pass it on", **{**CALM, **options}
+        )
 
     return answer
 
@@ -62,10 +65,10 @@ async def test_a_session_cannot_send_to_itself_by_whatever_name(tmp_path: Path) 
         await agents.open_sessions(MAIN)
         (row,) = agents.rows("SELECT session_id FROM sessions")
         for name in ("main", "current", MAIN, row["session_id"]):
-            before = dump(tmp_path / DATABASE)
+            before = dump_database(tmp_path / DATABASE)
             said = await agents.use("sessions_send", sessionKey=name, message="hello me")
             assert (said["status"], said["code"]) == ("error", "self_send")
-            assert dump(tmp_path / DATABASE) == before
+            assert dump_database(tmp_path / DATABASE) == before
         said = await agents.use("sessions_send", agentId="main", message="hello me")
         assert said["code"] == "self_send"
 
@@ -102,14 +105,14 @@ async def test_the_path_names_no_session_that_the_caller_may_not_see(tmp_path: P
     )
 
     def boardroom(prompt: Prompt) -> AssistantMessage | str:
-        if result_in(prompt) is not None:
+        if get_tool_result(prompt) is not None:
             return "done"
-        return calls("sessions_send", sessionKey=main_of("c"), message="pass it on", **CALM)
+        return make_tool_calls("sessions_send", sessionKey=main_of("c"), message="pass it on", **CALM)
 
     def ask(prompt: Prompt) -> AssistantMessage | str:
-        if result_in(prompt) is not None:
+        if get_tool_result(prompt) is not None:
             return "done"
-        return calls("sessions_send", sessionKey=hidden, message="pass it on", **CALM)
+        return make_tool_calls("sessions_send", sessionKey=hidden, message="pass it on", **CALM)
 
     functions = {"a": ScriptedAgent(ask), "b": ScriptedAgent(boardroom), "c": ScriptedAgent(asks("a"))}
     async with open_agents_fixture(config, tmp_path, functions=functions) as agents:
@@ -186,23 +189,25 @@ async def test_a_wait_that_is_over_closes_no_circle(tmp_path: Path) -> None:
     gave_up = asyncio.Event()
 
     async def asked() -> bool:
-        return len(raw(tmp_path / DATABASE, "SELECT 1 FROM exchanges")) == 2
+        return len(query_database(tmp_path / DATABASE, "SELECT 1 FROM exchanges")) == 2
 
     async def a(prompt: Prompt) -> AssistantMessage | str:
         if get_last_user_text(prompt) != "go":
             return "yes?"
-        if result_in(prompt) is None:
-            return calls("sessions_send", sessionKey=main_of("b"), message="x", timeoutSeconds=0.02, **CALM)
+        if get_tool_result(prompt) is None:
+            return make_tool_calls(
+                "sessions_send", sessionKey=main_of("b"), message="x", timeoutSeconds=0.02, **CALM
+            )
         clock.advance(seconds=1)
         gave_up.set()
         await agents.until(asked)
         return "I gave up"
 
     async def b(prompt: Prompt) -> AssistantMessage | str:
-        if (result := result_in(prompt)) is not None:
+        if (result := get_tool_result(prompt)) is not None:
             return result["status"]
-        await soon(gave_up)
-        return calls("sessions_send", sessionKey=main_of("a"), message="y", **CALM)
+        await wait_for_event(gave_up)
+        return make_tool_calls("sessions_send", sessionKey=main_of("a"), message="y", **CALM)
 
     functions = {"a": ScriptedAgent(a), "b": ScriptedAgent(b)}
     slow = EngineTimings(sweep=60)  # the sweeper would take the wait away
@@ -223,20 +228,22 @@ async def test_waiting_again_for_what_was_sent_before_is_a_wait_too(tmp_path: Pa
     said: list[dict[str, Any]] = []
 
     async def a(prompt: Prompt) -> AssistantMessage | str:
-        if (result := result_in(prompt)) is not None:
+        if (result := get_tool_result(prompt)) is not None:
             said.append(result)
         sent = {"sessionKey": main_of("b"), "message": "x", "idempotencyKey": "k", **CALM}
         if not said:
-            return calls("sessions_send", **sent, timeoutSeconds=0)
+            return make_tool_calls("sessions_send", **sent, timeoutSeconds=0)
         if len(said) == 1:
-            await soon(waiting)
-            return calls("sessions_send", **sent, timeoutSeconds=1)
+            await wait_for_event(waiting)
+            return make_tool_calls("sessions_send", **sent, timeoutSeconds=1)
         return "done"
 
     async def b(prompt: Prompt) -> AssistantMessage | str:
-        if result_in(prompt) is not None:
+        if get_tool_result(prompt) is not None:
             return "never mind"
-        return calls("sessions_send", sessionKey=main_of("a"), message="y", timeoutSeconds=3, **CALM)
+        return make_tool_calls(
+            "sessions_send", sessionKey=main_of("a"), message="y", timeoutSeconds=3, **CALM
+        )
 
     async with open_agents_fixture(
         make_agents_config("a", "b"), tmp_path, functions={"a": ScriptedAgent(a), "b": ScriptedAgent(b)}
@@ -266,7 +273,7 @@ async def test_who_waits_holds_no_slot(tmp_path: Path) -> None:
     free = asyncio.Event()
 
     async def helper(prompt: Prompt) -> str:
-        await soon(free)
+        await wait_for_event(free)
         return "done"
 
     async with open_agents_fixture(config, tmp_path, functions={"helper": ScriptedAgent(helper)}) as agents:
@@ -291,7 +298,7 @@ async def test_sub_agents_of_a_stuck_provider_delay_those_of_no_other(tmp_path: 
         config = make_agents_config(agents={"defaults": defaults}, models={"providers": providers})
         async with open_agents_fixture(config, tmp_path) as agents:
             late = [await agents.call_tool("sessions_spawn", task="wait", model="stuck/m") for _ in range(2)]
-            await soon(stuck.arrived)
+            await wait_for_event(stuck.arrived)
             prompt = await agents.call_tool("sessions_spawn", task="go", model="quick/m")
             assert (await agents.wait_for_end(prompt["runId"])).reply == "Hello there."
             assert len(stuck.received) == 1, "one of two may ask"
@@ -313,7 +320,7 @@ async def test_a_ring_that_forwards_for_ever_stops_at_the_limit_by_name(tmp_path
     }
     async with open_agents_fixture(make_agents_config(*names), tmp_path, functions=functions) as agents:
         await agents.open_sessions(*map(main_of, names))
-        warned = await warnings_of(agents, "chain_limit", lambda: agents.ask("go", main_of("a0")))
+        warned = await list_changed_sessions(agents, "chain_limit", lambda: agents.ask("go", main_of("a0")))
         last = names[12 % count]
         assert warned == [main_of(last)]
         hops = agents.rows("SELECT hop, chain FROM exchanges ORDER BY n")
@@ -336,11 +343,13 @@ async def test_a_chain_ends_at_its_number_of_runs_whatever_its_shape(tmp_path: P
     names = ["a", "b", "c", "d"]
 
     def everybody(prompt: Prompt) -> AssistantMessage | str:
-        if result_in(prompt) is not None:
+        if get_tool_result(prompt) is not None:
             return "asked"
         own = prompt.agent_id
         asked = [
-            calls("sessions_send", sessionKey=main_of(name), message="all", timeoutSeconds=0, **CALM)
+            make_tool_calls(
+                "sessions_send", sessionKey=main_of(name), message="all", timeoutSeconds=0, **CALM
+            )
             for name in names
             if name != own
         ]
@@ -351,7 +360,7 @@ async def test_a_chain_ends_at_its_number_of_runs_whatever_its_shape(tmp_path: P
     functions = {name: ScriptedAgent(everybody) for name in names}
     async with open_agents_fixture(config, tmp_path, functions=functions) as agents:
         await agents.open_sessions(*map(main_of, names))
-        warned = await warnings_of(agents, "chain_limit", lambda: agents.ask("go", main_of("a")))
+        warned = await list_changed_sessions(agents, "chain_limit", lambda: agents.ask("go", main_of("a")))
         assert warned
         counted = agents.rows("SELECT chain, count(*) AS n FROM runs WHERE chain IS NOT NULL GROUP BY chain")
         assert all(row["n"] <= 10 for row in counted)
@@ -364,14 +373,16 @@ async def test_a_chain_goes_through_spawns_too(tmp_path: Path) -> None:
     )
 
     def deeper(prompt: Prompt) -> AssistantMessage | str:
-        if (result := result_in(prompt)) is not None:
+        if (result := get_tool_result(prompt)) is not None:
             return str(result.get("code") or result["status"])
         return (
-            "." if prompt.run_id.startswith(("announce", "wake")) else calls("sessions_spawn", task="deeper")
+            "."
+            if prompt.run_id.startswith(("announce", "wake"))
+            else make_tool_calls("sessions_spawn", task="deeper")
         )
 
     async with open_agents_fixture(config, tmp_path, functions={"main": ScriptedAgent(deeper)}) as agents:
-        warned = await warnings_of(agents, "chain_limit", lambda: agents.ask("go"))
+        warned = await list_changed_sessions(agents, "chain_limit", lambda: agents.ask("go"))
         assert len(warned) == 1 and warned[0].startswith("agent:main:subagent:")
         rows = agents.rows("SELECT hop, chain FROM tasks ORDER BY n")
         assert [row["hop"] for row in rows] == [1, 2]

@@ -42,7 +42,17 @@ from antiphon.runtimes import Deltas, Prompt
 from antiphon.runtimes.model import Api, ModelSpec, RetryPolicy
 from antiphon.runtimes.pydantic_ai.reader import PydanticReader
 from antiphon.store import Tx
-from support.app_fixture import BOUND, MAIN, OPERATOR, calls, open_app_fixture, opened, raw, text, tool
+from support.app_fixture import (
+    BOUND,
+    MAIN,
+    OPERATOR,
+    make_answer,
+    make_tool,
+    make_tool_calls,
+    open_app_fixture,
+    open_test_store,
+)
+from support.databases import query_database
 from support.model_provider import Provider
 
 OTHER = "agent:main:other"
@@ -104,8 +114,8 @@ def played(draw: st.DrawFn) -> list[Message]:
             draw(
                 st.sampled_from(
                     [
-                        text("done", stop_reason="stop"),
-                        text("par", stop_reason="aborted"),
+                        make_answer("done", stop_reason="stop"),
+                        make_answer("par", stop_reason="aborted"),
                         AssistantMessage(content=[], timestamp=2, stop_reason="error", error_message="no"),
                     ]
                 )
@@ -182,7 +192,7 @@ def test_every_answer_says_something(messages: list[Message]) -> None:
             AssistantMessage(content=[ThinkingBlock(thinking="hm")], timestamp=2, stop_reason="stop"),
             context.SILENT_TURN_TEXT,
         ),
-        (text("par", stop_reason="aborted"), f"par{context.CUT_SHORT_ANSWER_TEXT}"),
+        (make_answer("par", stop_reason="aborted"), f"par{context.CUT_SHORT_ANSWER_TEXT}"),
     ],
 )
 def test_a_turn_without_an_answer_says_so_to_the_model_and_to_its_summary(
@@ -212,7 +222,7 @@ async def test_only_a_run_that_left_no_answer_is_said_to_have_none(
         for seq, (words, run) in enumerate(zip(("LONG", "NEXT"), runs, strict=True), 1):
             await transcripts.append(tx, 7, seq, run, [UserMessage(content=words, timestamp=seq)], 1)
 
-    async with opened(tmp_path) as store:
+    async with open_test_store(tmp_path) as store:
         await store.tx(write)
         loaded = await store.read(context.load, 7, 2, None)
     between = [context.SILENT_TURN_TEXT] if noted else []
@@ -259,7 +269,7 @@ def test_notes_and_reports_may_come_first() -> None:
     question = UserMessage(content="and?", timestamp=2)
     for message in (note, report):
         shown = framing.frame_messages(
-            context.repair_messages([text("rest"), message, question]), "0123456789ab"
+            context.repair_messages([make_answer("rest"), message, question]), "0123456789ab"
         )
         assert [type(each) for each in shown] == [UserMessage, UserMessage]
         assert problem(shown) is None
@@ -346,7 +356,7 @@ def test_damaged_entries_do_not_brick_a_session(
     tmp_path_factory: pytest.TempPathFactory, bodies: list[tuple[str, str]]
 ) -> None:
     async def loaded(path: Path) -> ModelContext:
-        async with opened(path) as store:
+        async with open_test_store(path) as store:
             await store.tx(_write, bodies)
             return await store.read(context.load, 7, 1, None)
 
@@ -362,7 +372,7 @@ async def test_a_session_with_a_damaged_entry_is_answered_and_shown(tmp_path: Pa
 
     async with open_app_fixture(tmp_path, agent) as app:
         await app.ask("one")
-        raw(app.path, "UPDATE messages SET body = '{torn' WHERE seq = 2")
+        query_database(app.path, "UPDATE messages SET body = '{torn' WHERE seq = 2")
         assert (await app.ask("two")).reply == "2 questions"
         entries = await app.transcript()
         assert [entry["seq"] for entry in entries] == [1, 2, 3, 4]
@@ -463,7 +473,7 @@ def test_an_image_weighs_what_it_costs_and_is_summarised_in_a_word() -> None:
 
 async def _load(path: Path, messages: Sequence[Message], window: int | None) -> ModelContext:
     bodies = [(str(message.__struct_config__.tag), encode_message(message)) for message in messages]
-    async with opened(path) as store:
+    async with open_test_store(path) as store:
         await store.tx(_write, bodies)
         return await store.read(context.load, 7, len(bodies), window)
 
@@ -511,7 +521,7 @@ async def test_what_is_left_out_without_a_summary_is_said(
 @pytest.mark.anyio
 async def test_what_was_left_out_before_is_counted_with_the_rest(tmp_path: Path) -> None:
     said: list[Message] = [UserMessage(content=f"{n:<999}", timestamp=1) for n in range(500)]
-    async with opened(tmp_path) as store:
+    async with open_test_store(tmp_path) as store:
         await store.tx(_write, [("user", encode_message(message)) for message in said])
         shortened, kept = await store.tx(compaction.compact_without_model, 7, 200, 1)
         assert shortened and kept == 200
@@ -542,13 +552,15 @@ class Windowed:
         if prompt.instructions == compaction.SUMMARY_INSTRUCTIONS:
             self.summaries.append(prompt)
             words = self.summary.format(number=len(self.summaries))
-            return text(
+            return make_answer(
                 words, usage=TokenUsage(input=1000, output=7, total_tokens=1007), provider="p", model="m"
             )
         if self._overflow(prompt):
             raise ContextOverflow("Too long.", "Shorten it.")
         self.prompts.append(prompt)
-        return text("ok", usage=TokenUsage(input=10, output=1, total_tokens=11), provider="p", model="m")
+        return make_answer(
+            "ok", usage=TokenUsage(input=10, output=1, total_tokens=11), provider="p", model="m"
+        )
 
     async def close(self) -> None: ...
 
@@ -651,9 +663,9 @@ class Small:
             raise ContextOverflow("Too long.", "Shorten it.")
         if prompt.instructions == compaction.SUMMARY_INSTRUCTIONS:
             self.summaries += 1
-            return text(self._summary, stop_reason="stop")
+            return make_answer(self._summary, stop_reason="stop")
         self.steps += 1
-        return text("a" * 4000, stop_reason="stop")
+        return make_answer("a" * 4000, stop_reason="stop")
 
     async def close(self) -> None: ...
 
@@ -712,18 +724,18 @@ async def test_a_long_run_may_be_summarised_as_often_as_it_takes(tmp_path: Path)
             if prompt.instructions == compaction.SUMMARY_INSTRUCTIONS or steps == 20:
                 return answer
             steps += 1
-            return calls("work")
+            return make_tool_calls("work")
 
     def full(prompt: Prompt) -> bool:
         return sum(map(context.estimate_tokens, prompt.messages)) > 1000
 
     async with open_app_fixture(
-        tmp_path, Working(1000, full), tools=[tool("work", work)], max_steps=30
+        tmp_path, Working(1000, full), tools=[make_tool("work", work)], max_steps=30
     ) as app:
         assert (await app.ask("go")).state == "ok"
         assert steps == 20
     mute = Working(600, lambda _: False)
     mute.summary, steps = " ", 0
-    async with open_app_fixture(tmp_path, mute, tools=[tool("work", work)], max_steps=30) as app:
+    async with open_app_fixture(tmp_path, mute, tools=[make_tool("work", work)], max_steps=30) as app:
         assert (await app.ask("go", "agent:main:direct:other")).state == "ok"
         assert (steps, len(mute.summaries)) == (20, 3)

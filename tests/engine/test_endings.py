@@ -23,12 +23,12 @@ from support.app_fixture import (
     MAIN,
     OPERATOR,
     AppFixture,
-    calls,
+    make_answer,
+    make_tool,
+    make_tool_calls,
     open_app_fixture,
-    soon,
-    text,
-    tool,
-    until,
+    wait_for_event,
+    wait_until,
 )
 
 pytestmark = pytest.mark.anyio
@@ -52,8 +52,8 @@ class Peculiar:
     async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
         self.asked += 1
         self.begun.set()
-        await soon(self.free)
-        return self.answer if self.asked == 1 else text("fine", stop_reason="stop")
+        await wait_for_event(self.free)
+        return self.answer if self.asked == 1 else make_answer("fine", stop_reason="stop")
 
     async def close(self) -> None: ...
 
@@ -85,7 +85,7 @@ async def test_counts_that_no_call_can_have_are_bounded(tmp_path: Path) -> None:
     usage = TokenUsage(input=2**63, output=-1, cache_read=10**400, cache_write=7, total_tokens=2**63)
 
     async def agent(prompt: Prompt) -> AssistantMessage:
-        return text("done", usage=usage)
+        return make_answer("done", usage=usage)
 
     async with open_app_fixture(tmp_path, agent, pace=BRISK) as app:
         assert [(await app.ask("go")).state for _ in range(3)] == ["ok"] * 3
@@ -101,10 +101,10 @@ async def test_an_answer_that_cannot_be_kept_fails_its_run_once_and_the_session_
     tmp_path: Path,
 ) -> None:
     usage = TokenUsage(input=3, output=4, total_tokens=7)
-    runtime = Peculiar(text(f"half {HIGH}", stop_reason="stop", usage=usage))
+    runtime = Peculiar(make_answer(f"half {HIGH}", stop_reason="stop", usage=usage))
     async with open_app_fixture(tmp_path, runtime, pace=SLOW) as app:
         first = await app.say("one")
-        await soon(runtime.begun)
+        await wait_for_event(runtime.begun)
         queue(app, "second", "chat", encode_message(UserMessage(content="two", timestamp=app.clock.now())))
         runtime.free.set()
         view = await app.wait_for_end(first)
@@ -126,7 +126,7 @@ async def test_a_store_that_is_away_when_a_run_ends_has_it_taken_up_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish = lifecycle.finish_run
-    runtime = Peculiar(text("lost", stop_reason="stop"))
+    runtime = Peculiar(make_answer("lost", stop_reason="stop"))
     runtime.free.set()
 
     async def away_at_first(*args: Any, **options: Any) -> Any:
@@ -142,10 +142,10 @@ async def test_a_store_that_is_away_when_a_run_ends_has_it_taken_up_again(
 
 @pytest.mark.requirement("G1", "G2", "G21")
 async def test_behind_damage_in_its_lane_an_answer_is_kept_and_the_lane_goes_on(tmp_path: Path) -> None:
-    runtime = Peculiar(text("precious", stop_reason="stop"))
+    runtime = Peculiar(make_answer("precious", stop_reason="stop"))
     async with open_app_fixture(tmp_path, runtime, pace=SLOW) as app:
         first = await app.say("one")
-        await soon(runtime.begun)
+        await wait_for_event(runtime.begun)
         queue(app, "note:torn", "note", "{torn")
         queue(app, "second", "chat", encode_message(UserMessage(content="two", timestamp=app.clock.now())))
         runtime.free.set()
@@ -161,7 +161,7 @@ async def test_when_the_next_run_cannot_be_claimed_the_end_of_this_one_is_kept_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish = lifecycle.finish_run
-    runtime = Peculiar(text("precious", stop_reason="stop"))
+    runtime = Peculiar(make_answer("precious", stop_reason="stop"))
 
     async def not_going_on(*args: Any, going_on: bool) -> Any:
         if going_on and runtime.asked == 1:
@@ -171,7 +171,7 @@ async def test_when_the_next_run_cannot_be_claimed_the_end_of_this_one_is_kept_a
     monkeypatch.setattr(lifecycle, "finish_run", not_going_on)
     async with open_app_fixture(tmp_path, runtime, pace=SLOW) as app:
         first = await app.say("one")
-        await soon(runtime.begun)
+        await wait_for_event(runtime.begun)
         queue(app, "second", "chat", encode_message(UserMessage(content="two", timestamp=app.clock.now())))
         runtime.free.set()
         assert (await app.wait_for_end(first)).reply == "precious"
@@ -203,7 +203,11 @@ async def test_on_a_full_disk_what_a_run_came_to_waits_for_room_and_is_not_asked
     async def agent(prompt: Prompt) -> AssistantMessage:
         nonlocal asked
         asked += 1
-        return text("done", stop_reason="stop") if asked == 2 or sort == "answer" else calls("work")
+        return (
+            make_answer("done", stop_reason="stop")
+            if asked == 2 or sort == "answer"
+            else make_tool_calls("work")
+        )
 
     async def work(call: ToolRequest) -> ToolOutput:
         if sort == "own tool" and not tried.is_set():
@@ -228,7 +232,7 @@ async def test_on_a_full_disk_what_a_run_came_to_waits_for_room_and_is_not_asked
     monkeypatch.setattr(retry, "STORE_FULL_RETRY_SECONDS", 0.01)
     monkeypatch.setattr(lifecycle, "finish_run", full(lifecycle.finish_run))
     monkeypatch.setattr(lifecycle, "commit_messages", full(lifecycle.commit_messages))
-    tools = [tool("work", work, settle=sort == "own tool")]
+    tools = [make_tool("work", work, settle=sort == "own tool")]
     async with open_app_fixture(tmp_path, agent, pace=BRISK, tools=tools) as app:
         view = await app.ask("go")
         assert (view.state, view.reply, tries) == ("ok", "done", 8)
@@ -265,9 +269,9 @@ async def test_an_answer_that_came_in_time_is_kept_when_there_is_room_later(
     monkeypatch.setattr(retry, "STORE_FULL_RETRY_SECONDS", 0.05)
     async with open_app_fixture(tmp_path, agent, pace=BRISK, clock=clock) as app:
         run_id = await app.say("go", timeout_seconds=30)
-        await until(tried)
+        await wait_until(tried)
         clock.advance(seconds=3600)
-        await until(late)
+        await wait_until(late)
         room.set()
         assert (await app.wait_for_end(run_id)).reply == "precious"
 
@@ -283,12 +287,12 @@ async def test_a_run_that_waits_for_room_can_be_stopped(
         raise StoreFull("There is no room left.", "Make some.")
 
     async def agent(prompt: Prompt) -> AssistantMessage:
-        return calls("work")
+        return make_tool_calls("work")
 
     monkeypatch.setattr(lifecycle, "commit_messages", full)
     async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
         run_id = await app.say("go")
-        await soon(tried)
+        await wait_for_event(tried)
         await app.operations.stop(OPERATOR, MAIN)
         assert (await app.wait_for_end(run_id)).state == "cancelled"
 
@@ -309,7 +313,7 @@ class Halting:
             deltas.text(piece)
         self.said.set()
         await asyncio.Event().wait()
-        return text("never")
+        return make_answer("never")
 
     async def close(self) -> None: ...
 
@@ -319,7 +323,7 @@ async def test_a_run_that_is_stopped_keeps_the_characters_that_came_in_halves(tm
     runtime = Halting("so ", HIGH, LOW, " far", HIGH)
     async with open_app_fixture(tmp_path, runtime, pace=BRISK) as app:
         run_id = await app.say("go")
-        await soon(runtime.said)
+        await wait_for_event(runtime.said)
         await app.operations.stop(OPERATOR, MAIN)
         view = await app.wait_for_end(run_id)
         assert (view.state, view.reply) == ("cancelled", f"so {FACE} far")
@@ -341,7 +345,7 @@ async def test_what_is_streamed_is_whole_characters(tmp_path: Path) -> None:
         row = await app.create(MAIN)
         async with app.bus.listen(session_topic(row["id"])) as events:
             run_id = await app.say("go")
-            await soon(runtime.said)
+            await wait_for_event(runtime.said)
             await app.operations.stop(OPERATOR, MAIN)
             deltas = await asyncio.wait_for(streamed(app, events, run_id), BOUND)
         assert "".join(delta.text for delta in deltas) == f"a{FACE}\ufffdb\ufffd"

@@ -28,12 +28,12 @@ from support.agents_fixture import (
     AgentsFixture,
     ScriptedAgent,
     get_last_user_text,
+    get_phase,
+    get_tool_result,
     make_agents_config,
     open_agents_fixture,
-    phase_of,
-    result_in,
 )
-from support.app_fixture import calls, tool
+from support.app_fixture import make_tool, make_tool_calls
 
 VISIBILITIES = st.sampled_from(get_args(Visibility))
 NAMES = st.lists(st.sampled_from("abcdef"), unique=True).map(tuple)
@@ -82,7 +82,7 @@ def tools(operations: Operations) -> list[Tool]:
     async def look(call: ToolRequest) -> ToolOutput:
         return ToolOutput(text="looked")
 
-    return [tool(name, look) for name in ("read", "write", "shell")]
+    return [make_tool(name, look) for name in ("read", "write", "shell")]
 
 
 def envelope_of(agents: AgentsFixture, key: str) -> SubagentPermissions:
@@ -136,14 +136,16 @@ async def test_a_child_reaches_no_more_than_its_parent_whatever_its_agent_may(
     seen: list[dict[str, Any]] = []
 
     def helper(prompt: Prompt) -> AssistantMessage | str:
-        result = result_in(prompt)
-        if phase_of(prompt) != "request":
+        result = get_tool_result(prompt)
+        if get_phase(prompt) != "request":
             return "."
         if result is None:
-            return calls("sessions_list")
+            return make_tool_calls("sessions_list")
         seen.append(result)
         if "sessions" in result:
-            return calls("sessions_send", sessionKey="agent:other:main", message="say .", replyBack=0)
+            return make_tool_calls(
+                "sessions_send", sessionKey="agent:other:main", message="say .", replyBack=0
+            )
         return "done"
 
     async with open_agents_fixture(config, tmp_path, functions={"helper": ScriptedAgent(helper)}) as agents:
@@ -177,12 +179,12 @@ async def test_down_a_tree_of_agents_an_envelope_only_shrinks(tmp_path: Path) ->
     )
 
     def deeper(prompt: Prompt) -> AssistantMessage | str:
-        if phase_of(prompt) != "request" or (result := result_in(prompt)):
+        if get_phase(prompt) != "request" or (result := get_tool_result(prompt)):
             return "."
         del result
         following = {"main": "helper", "helper": "other", "other": "other"}[prompt.agent_id]
         may = "sessions_spawn" in [spec.name for spec in prompt.tools]
-        return calls("sessions_spawn", task="deeper", agentId=following) if may else "the end"
+        return make_tool_calls("sessions_spawn", task="deeper", agentId=following) if may else "the end"
 
     functions = {name: ScriptedAgent(deeper) for name in ("main", "helper", "other")}
     async with open_agents_fixture(config, tmp_path, functions=functions, tools=tools) as agents:

@@ -21,7 +21,17 @@ from antiphon.operations import HistoryFilter
 from antiphon.runtimes import Prompt
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Query
-from support.app_fixture import BOUND, MAIN, OPERATOR, AppFixture, calls, open_app_fixture, text, tool, until
+from support.app_fixture import (
+    BOUND,
+    MAIN,
+    OPERATOR,
+    AppFixture,
+    make_answer,
+    make_tool,
+    make_tool_calls,
+    open_app_fixture,
+    wait_until,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -205,9 +215,9 @@ async def test_live_events_come_in_the_order_of_a_turn(tmp_path: Path) -> None:
 
     async def agent(prompt: Prompt) -> AssistantMessage:
         done = any(isinstance(message, ToolResult) for message in prompt.messages)
-        return text("finished") if done else calls("work")
+        return make_answer("finished") if done else make_tool_calls("work")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as app:
+    async with open_app_fixture(tmp_path, agent, tools=[make_tool("work", work)]) as app:
         await app.create(MAIN)
         seen: list[str] = []
 
@@ -223,7 +233,7 @@ async def test_live_events_come_in_the_order_of_a_turn(tmp_path: Path) -> None:
             row = app.rows("SELECT id FROM sessions")[0]
             return app.bus.has_listeners(session_topic(row["id"]))
 
-        await until(listening)
+        await wait_until(listening)
         await app.ask("go")
         await asyncio.wait_for(following, BOUND)
         assert seen == [
@@ -293,9 +303,9 @@ async def test_following_the_cursors_gives_the_transcript_exactly(
         return ToolOutput(text="done")
 
     async def agent(prompt: Prompt) -> AssistantMessage:
-        return text("ok") if isinstance(prompt.messages[-1], ToolResult) else calls("work")
+        return make_answer("ok") if isinstance(prompt.messages[-1], ToolResult) else make_tool_calls("work")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as app:
+    async with open_app_fixture(tmp_path, agent, tools=[make_tool("work", work)]) as app:
         for number in range(4):
             await app.ask(f"{number} " + "é" * dice.choice([0, 50, 500]))
         talking = asyncio.create_task(asyncio.wait_for(_talk(app), BOUND))

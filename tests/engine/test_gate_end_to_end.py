@@ -34,7 +34,8 @@ from antiphon.operations import IncomingMessage, SendRequest, SessionPatch, Spaw
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import AgentFunction, FunctionRuntime
 from support.agents_fixture import RecordingChannel, get_last_user_text
-from support.app_fixture import BOUND, DATABASE, MAIN, OPERATOR, raw, until, with_settings
+from support.app_fixture import BOUND, DATABASE, MAIN, OPERATOR, make_config, wait_until
+from support.databases import query_database
 
 pytestmark = pytest.mark.anyio
 
@@ -166,12 +167,12 @@ class Street:
 
     async def quiet(self) -> None:
         """Nothing is left to do, and the page has heard of all of it."""
-        await until(self._over)
+        await wait_until(self._over)
         await self.page.call("health")
 
     async def _over(self) -> bool:
-        runs = raw(self.path / DATABASE, "SELECT id, state FROM runs WHERE origin <> 'note'")
-        sent = raw(self.path / DATABASE, "SELECT destination, state FROM deliveries")
+        runs = query_database(self.path / DATABASE, "SELECT id, state FROM runs WHERE origin <> 'note'")
+        sent = query_database(self.path / DATABASE, "SELECT destination, state FROM deliveries")
         ended = {
             event["payload"]["runId"]
             for event in self.page.events
@@ -185,7 +186,10 @@ class Street:
         )
 
     def origins(self) -> dict[str, str]:
-        return {row["id"]: row["origin"] for row in raw(self.path / DATABASE, "SELECT id, origin FROM runs")}
+        return {
+            row["id"]: row["origin"]
+            for row in query_database(self.path / DATABASE, "SELECT id, origin FROM runs")
+        }
 
     def check(self) -> None:
         for way, said in self.left().items():
@@ -227,7 +231,7 @@ def _without_stats(text: str, kind: str) -> str:
 async def street(path: Path, agents: Mapping[str, AgentFunction]) -> AsyncGenerator[Street]:
     pigeon = RecordingChannel()
     functions = {agent: FunctionRuntime(fn) for agent, fn in agents.items()}
-    config = with_settings(SETTINGS)
+    config = make_config(SETTINGS)
     async with serve_gateway(
         config, path, port=0, functions=functions, channels={"pigeon": pigeon}
     ) as served:
@@ -388,9 +392,11 @@ async def test_the_policy_stops_what_goes_out_and_nothing_that_comes_in(tmp_path
         await place.quiet()
         assert place.delivered == []
         assert place.pigeon.posts == []
-        states = raw(tmp_path / DATABASE, "SELECT state FROM deliveries")
+        states = query_database(tmp_path / DATABASE, "SELECT state FROM deliveries")
         assert [row["state"] for row in states] == ["blocked", "blocked"]
-        entries = raw(tmp_path / DATABASE, "SELECT count(*) AS n FROM messages WHERE role = 'user'")
+        entries = query_database(
+            tmp_path / DATABASE, "SELECT count(*) AS n FROM messages WHERE role = 'user'"
+        )
         assert entries[0]["n"] == 4  # what came in is there: a request and the step that words it, twice
 
 

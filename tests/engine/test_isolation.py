@@ -19,7 +19,8 @@ from antiphon.bus import Delta, MessageAppended, session_topic
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.messages import AssistantMessage, ToolResult, UserMessage
 from antiphon.runtimes import Deltas, Prompt
-from support.app_fixture import BOUND, OPERATOR, calls, open_app_fixture, raw, text, tool
+from support.app_fixture import BOUND, OPERATOR, make_answer, make_tool, make_tool_calls, open_app_fixture
+from support.databases import query_database
 
 pytestmark = pytest.mark.anyio
 
@@ -46,10 +47,10 @@ class Echo:
         seen = [message.text for message in prompt.messages if isinstance(message, ToolResult)]
         assert set(seen) <= {prompt.session_key}
         if not isinstance(prompt.messages[-1], ToolResult):
-            return calls("who")
+            return make_tool_calls("who")
         async for piece in self._pieces(prompt.session_key):
             deltas.text(piece)
-        return text(prompt.session_key)
+        return make_answer(prompt.session_key)
 
     async def _pieces(self, words: str) -> AsyncGenerator[str, None]:
         for at in range(0, len(words), 7):
@@ -70,7 +71,7 @@ async def test_two_hundred_interleaved_sessions_never_see_each_other(tmp_path: P
         return ToolOutput(text=call.caller.session_key or "")
 
     keys = [f"agent:main:direct:{number}" for number in range(SESSIONS)]
-    async with open_app_fixture(tmp_path, Echo(), tools=[tool("who", who)]) as app:
+    async with open_app_fixture(tmp_path, Echo(), tools=[make_tool("who", who)]) as app:
         rows = {key: (await app.create(key))["id"] for key in keys}
 
         async def listen(key: str) -> tuple[str, set[str]]:
@@ -127,12 +128,12 @@ async def test_a_run_inherits_nothing_from_the_run_that_caused_it(tmp_path: Path
     async def agent(prompt: Prompt) -> AssistantMessage:
         if prompt.session_key == "agent:main:direct:told":
             seen.append(whoami.get())
-            return text("heard")
+            return make_answer("heard")
         whoami.set("the teller")
-        return text("told") if isinstance(prompt.messages[-1], ToolResult) else calls("tell")
+        return make_answer("told") if isinstance(prompt.messages[-1], ToolResult) else make_tool_calls("tell")
 
     whoami.set("the test")
-    async with open_app_fixture(tmp_path, agent, tools=[tool("tell", tell)]) as app:
+    async with open_app_fixture(tmp_path, agent, tools=[make_tool("tell", tell)]) as app:
         assert (await app.ask("go")).reply == "told"
     assert seen == ["nobody"]
 
@@ -191,4 +192,6 @@ def test_a_second_process_says_so_and_disturbs_nothing(tmp_path: Path) -> None:
     third = owner(tmp_path / "state")
     told, _ = third.communicate("say my turn\n", timeout=30)
     assert told == "hosting\nmy turn\n"
-    assert len(raw(tmp_path / "state" / "antiphon.db", "SELECT 1 FROM runs WHERE state = 'ok'")) == 2
+    assert (
+        len(query_database(tmp_path / "state" / "antiphon.db", "SELECT 1 FROM runs WHERE state = 'ok'")) == 2
+    )

@@ -16,7 +16,16 @@ from antiphon.messages import AssistantMessage, Message, ToolResult
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.tool_calls import MAX_KEPT_TOOL_CALLS, MAX_TOOL_CALLS_PER_ANSWER
 from antiphon.store import Tx
-from support.app_fixture import MAIN, OPERATOR, calls, open_app_fixture, soon, text, tool, until
+from support.app_fixture import (
+    MAIN,
+    OPERATOR,
+    make_answer,
+    make_tool,
+    make_tool_calls,
+    open_app_fixture,
+    wait_for_event,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("G10")]
 
@@ -40,7 +49,7 @@ async def test_of_too_many_calls_the_first_are_run_and_the_model_is_told(
 
     async def agent(prompt: Prompt) -> AssistantMessage:
         results[:] = [message for message in prompt.messages if isinstance(message, ToolResult)]
-        return text("fine") if results else calls(*["work"] * 50_000)
+        return make_answer("fine") if results else make_tool_calls(*["work"] * 50_000)
 
     commit = lifecycle.commit_messages
 
@@ -49,7 +58,7 @@ async def test_of_too_many_calls_the_first_are_run_and_the_model_is_told(
         return await commit(tx, claim, messages, now)
 
     monkeypatch.setattr(lifecycle, "commit_messages", counted)
-    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as app:
+    async with open_app_fixture(tmp_path, agent, tools=[make_tool("work", work)]) as app:
         assert (await app.ask("go")).reply == "fine"
     assert len(ran) == MAX_TOOL_CALLS_PER_ANSWER
     assert most == MAX_CONCURRENT_CALLS_PER_ANSWER
@@ -67,20 +76,22 @@ async def test_a_result_is_committed_while_others_are_still_at_work(tmp_path: Pa
         return ToolOutput(text="quick")
 
     async def wait(call: ToolRequest) -> ToolOutput:
-        await soon(slow)
+        await wait_for_event(slow)
         return ToolOutput(text="slow")
 
     async def agent(prompt: Prompt) -> AssistantMessage:
         asked = any(isinstance(message, ToolResult) for message in prompt.messages)
-        return text("fine") if asked else calls("wait", "quick", "quick")
+        return make_answer("fine") if asked else make_tool_calls("wait", "quick", "quick")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("quick", quick), tool("wait", wait)]) as app:
+    async with open_app_fixture(
+        tmp_path, agent, tools=[make_tool("quick", quick), make_tool("wait", wait)]
+    ) as app:
         run = await app.say("go")
 
         async def two_are_there() -> bool:
             return [entry["role"] for entry in await app.transcript()].count("toolResult") == 2
 
-        await until(two_are_there)
+        await wait_until(two_are_there)
         slow.set()
         assert (await app.wait_for_end(run)).reply == "fine"
 
@@ -97,11 +108,13 @@ async def test_what_is_done_when_a_run_is_stopped_stays_done(tmp_path: Path) -> 
         raise AssertionError
 
     async def agent(prompt: Prompt) -> AssistantMessage:
-        return calls("wait", "quick", "quick")
+        return make_tool_calls("wait", "quick", "quick")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("quick", quick), tool("wait", wait)]) as app:
+    async with open_app_fixture(
+        tmp_path, agent, tools=[make_tool("quick", quick), make_tool("wait", wait)]
+    ) as app:
         run = await app.say("go")
-        await soon(begun)
+        await wait_for_event(begun)
         await app.operations.stop(OPERATOR, MAIN)
         assert (await app.wait_for_end(run)).state == "cancelled"
         results = [entry for entry in await app.transcript() if entry["role"] == "toolResult"]

@@ -19,7 +19,15 @@ from antiphon.messages import AssistantMessage
 from antiphon.operations import IncomingMessage
 from antiphon.runtimes import Prompt
 from antiphon.store import Tx
-from support.app_fixture import OPERATOR, AppFixture, calls, open_app_fixture, text, tool, until
+from support.app_fixture import (
+    OPERATOR,
+    AppFixture,
+    make_answer,
+    make_tool,
+    make_tool_calls,
+    open_app_fixture,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only]  # what is measured is the engine, not the database
 
@@ -37,7 +45,7 @@ async def agent(prompt: Prompt) -> AssistantMessage:
         raise InvalidInput("no", "no")
     if "stop" in said or "late" in said:
         await asyncio.Event().wait()
-    return calls("work") if "tool" in said else text(f"answer {PADDING}")
+    return make_tool_calls("work") if "tool" in said else make_answer(f"answer {PADDING}")
 
 
 async def work(call: ToolRequest) -> ToolOutput:
@@ -102,9 +110,9 @@ async def weight(app: AppFixture) -> int:
 
 @pytest.mark.requirement("G24")
 async def test_nothing_is_left_of_runs_that_have_ended(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as app:
+    async with open_app_fixture(tmp_path, agent, tools=[make_tool("work", work)]) as app:
         await play_round(app, 0)  # whatever is made once is made now
-        await until(partial(is_idle, app))
+        await wait_until(partial(is_idle, app))
         idle = held(app)
         tracemalloc.start()
         try:
@@ -112,7 +120,7 @@ async def test_nothing_is_left_of_runs_that_have_ended(tmp_path: Path) -> None:
             before = await weight(app)
             for number in range(2, ROUNDS + 2):
                 await play_round(app, number)
-            await until(partial(is_idle, app))
+            await wait_until(partial(is_idle, app))
             assert await weight(app) - before < LEAST
         finally:
             tracemalloc.stop()

@@ -9,7 +9,8 @@ import pytest
 from antiphon.app import open_app_operations
 from antiphon.config import Config, parse
 from antiphon.operations import IncomingMessage
-from support.app_fixture import BOUND, DATABASE, MAIN, OPERATOR, dump, raw
+from support.app_fixture import BOUND, DATABASE, MAIN, OPERATOR
+from support.databases import dump_database, query_database
 from support.model_provider import Answer, Provider
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("G29")]
@@ -47,8 +48,8 @@ async def test_what_is_more_than_a_name_gives_way_to_the_configured_one(
                 accepted = await operations.submit(OPERATOR, asked)
                 assert (await operations.wait(OPERATOR, accepted.run_id, BOUND)).state == "ok"
     assert len(provider.bodies) == 3, "two answers and a summary"
-    calls = raw(tmp_path / DATABASE, "SELECT model FROM usage")
+    calls = query_database(tmp_path / DATABASE, "SELECT model FROM usage")
     assert [row["model"] for row in calls] == [kept] * 3
-    said = raw(tmp_path / DATABASE, "SELECT model_answered FROM runs")
+    said = query_database(tmp_path / DATABASE, "SELECT model_answered FROM runs")
     assert {row["model_answered"] for row in said} == {f"openai/{kept}"}
-    assert (reported in str(dump(tmp_path / DATABASE))) is (reported == kept)
+    assert (reported in str(dump_database(tmp_path / DATABASE))) is (reported == kept)

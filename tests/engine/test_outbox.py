@@ -28,8 +28,9 @@ from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.errors import Conflict, Forbidden, InvalidInput, NotFound, Undeliverable
 from antiphon.store import Row, Store
 from support.agents_fixture import MAIN, OPERATOR, RecordingChannel, make_agents_config, open_agents_fixture
-from support.app_fixture import DATABASE, opened, raw, until, with_settings
+from support.app_fixture import DATABASE, make_config, open_test_store, wait_until
 from support.commit_watcher import CommitWatcher
+from support.databases import query_database
 
 pytestmark = pytest.mark.anyio
 
@@ -65,7 +66,7 @@ class Post:
         self.box.wake()
 
     def row(self, key: str) -> dict[str, Any]:
-        (row,) = raw(self.path / DATABASE, "SELECT * FROM deliveries WHERE key = ?", key)
+        (row,) = query_database(self.path / DATABASE, "SELECT * FROM deliveries WHERE key = ?", key)
         return row
 
     async def state(self, key: str, state: str, attempts: int | None = None) -> dict[str, Any]:
@@ -95,7 +96,7 @@ async def post_office(
 ) -> AsyncGenerator[Post]:
     clock = clock or ManualClock()
     commits = CommitWatcher()
-    async with opened(path, commits) as store:
+    async with open_test_store(path, commits) as store:
         key = keys.parse(GROUP)
         session = await store.tx(session_rows.find_session, key, None) or await store.tx(
             session_rows.create_session, key, clock.now()
@@ -138,9 +139,9 @@ async def test_the_policy_decides_when_it_goes_out(
     tmp_path: Path, rules: list[dict[str, Any]], default: str, own: str | None, state: str
 ) -> None:
     discord = RecordingChannel()
-    config = with_settings({"session": {"sendPolicy": {"rules": rules, "default": default}}})
+    config = make_config({"session": {"sendPolicy": {"rules": rules, "default": default}}})
     async with post_office(tmp_path, {"discord": discord}, config=config) as post:
-        raw(tmp_path / DATABASE, "UPDATE sessions SET send_policy = ?", own)
+        query_database(tmp_path / DATABASE, "UPDATE sessions SET send_policy = ?", own)
         await post.put("k")
         row = await post.state("k", state)
         assert len(discord.tries) == (state == "delivered")
@@ -271,7 +272,7 @@ async def test_what_a_dead_process_had_in_hand_is_sent_again_or_doubted(
 ) -> None:
     discord = RecordingChannel(keyed=keyed)
     async with post_office(tmp_path) as post:
-        raw(tmp_path / DATABASE, "INSERT INTO owners (id, lease_until) VALUES ('dead', 0)")
+        query_database(tmp_path / DATABASE, "INSERT INTO owners (id, lease_until) VALUES ('dead', 0)")
         await post.store.tx(_in_hand, post)
     async with post_office(tmp_path, {"discord": discord}, owner="next") as post:
         row = await post.state("k", state)
@@ -324,14 +325,14 @@ async def test_what_cannot_even_be_read_is_told_of_with_its_place_and_not_tried_
         return bool(told())
 
     async with post_office(tmp_path, {"discord": RecordingChannel()}) as post:
-        raw(
+        query_database(
             tmp_path / DATABASE,
             "INSERT INTO deliveries (key, kind, session, session_key, destination, place, body, next_at, created_at)"
             " VALUES ('k', 'announce', 1, ?, '{', 'a place', 'hello', 0, 0)",
             GROUP,
         )
         post.box.wake()
-        await until(any_told)
+        await wait_until(any_told)
         for _ in range(100):  # an outbox that went on at once would have looked many times meanwhile
             await post.store.read(session_rows.find_session, keys.parse(GROUP), None)
         assert 1 <= len(told()) <= 3
@@ -365,7 +366,7 @@ async def test_whatever_fails_and_whenever_it_is_restarted_nothing_is_sent_twice
 
         async def settled() -> bool:
             post.later(sender.MAX_RETRY_DELAY_SECONDS)
-            return not raw(
+            return not query_database(
                 tmp_path / DATABASE, "SELECT 1 FROM deliveries WHERE state IN ('pending', 'sending')"
             )
 

@@ -43,18 +43,16 @@ from support.app_fixture import (
     DATABASE,
     MAIN,
     OPERATOR,
-    calls,
-    dump,
+    make_answer,
+    make_config,
+    make_tool,
+    make_tool_calls,
     open_app_fixture,
-    opened,
-    raw,
-    soon,
-    text,
-    tool,
-    until,
-    with_settings,
+    open_test_store,
+    wait_for_event,
+    wait_until,
 )
-from support.databases import REFUSED
+from support.databases import CONSTRAINT_ERRORS, dump_database, query_database
 from support.model_provider import Failure, Provider
 
 pytestmark = pytest.mark.anyio
@@ -120,7 +118,7 @@ async def test_accepted_means_committed(tmp_path: Path) -> None:
 
     def look(phase: str) -> None:
         if submitting and phase == "before":
-            there = raw(tmp_path / DATABASE, "SELECT 1 FROM runs WHERE id = 'k'") != []
+            there = query_database(tmp_path / DATABASE, "SELECT 1 FROM runs WHERE id = 'k'") != []
             seen.append((submitting[0].done(), there))
 
     async with open_app_fixture(tmp_path, echo, on_commit=look) as app:
@@ -167,7 +165,7 @@ async def test_sessions_do_not_wait_for_each_other(tmp_path: Path) -> None:
 
     async with open_app_fixture(tmp_path, some) as app:
         slow = await app.say("wait", "agent:main:direct:a")
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
         assert (await app.ask("go", "agent:main:direct:b")).reply == "at once"
         assert (await app.operations.get_run(OPERATOR, slow)).state == "running"
         agent.released.set()
@@ -203,13 +201,13 @@ async def test_a_key_used_for_other_words_or_another_session_is_a_conflict(tmp_p
     async with open_app_fixture(tmp_path, echo) as app:
         await app.ask("the secret is 42", idempotency_key="k")
         await app.create("agent:main:direct:other")
-        before = dump(app.path, besides=["owners"])
+        before = dump_database(app.path, besides=["owners"])
         for session, words in [(MAIN, "other words"), ("agent:main:direct:other", "the secret is 42")]:
             with pytest.raises(Conflict) as refused:
                 await app.say(words, session, idempotency_key="k")
             shown = f"{refused.value} {refused.value.data}"
             assert "42" not in shown and MAIN not in shown
-        assert dump(app.path, besides=["owners"]) == before
+        assert dump_database(app.path, besides=["owners"]) == before
 
 
 @pytest.mark.requirement("G2", "G13")
@@ -217,11 +215,11 @@ async def test_the_database_itself_allows_one_active_run_per_session(tmp_path: P
     agent = Held()
     async with open_app_fixture(tmp_path, agent) as app:
         await app.say("one", idempotency_key="one")
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
         await app.say("two", idempotency_key="two")
-        with pytest.raises(REFUSED):
+        with pytest.raises(CONSTRAINT_ERRORS):
             app.rows("UPDATE runs SET state = 'running' WHERE id = 'two'")
-        with pytest.raises(REFUSED):
+        with pytest.raises(CONSTRAINT_ERRORS):
             app.rows("UPDATE runs SET state = 'finished' WHERE id = 'two'")
         agent.released.set()
         assert (await app.wait_for_end("two")).state == "ok"
@@ -231,7 +229,9 @@ async def test_the_database_itself_allows_one_active_run_per_session(tmp_path: P
 
 
 @pytest.mark.requirement("G2", "G13")
-@pytest.mark.parametrize("answer", [text("from the dead"), calls("touch")], ids=["finish", "commit"])
+@pytest.mark.parametrize(
+    "answer", [make_answer("from the dead"), make_tool_calls("touch")], ids=["finish", "commit"]
+)
 async def test_a_zombie_changes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, answer: AssistantMessage
 ) -> None:
@@ -249,15 +249,15 @@ async def test_a_zombie_changes_nothing(
         return ToolOutput(text="touched")
 
     caplog.set_level(logging.INFO)
-    tools = [tool("touch", touch)]
+    tools = [make_tool("touch", touch)]
     async with (
-        opened(tmp_path) as store,
+        open_test_store(tmp_path) as store,
         open_app_fixture(
             tmp_path, asleep, tools=tools, clock=clock, store=store, alone=False, pace=SLOW
         ) as zombie,
     ):
         run_id = await zombie.say("hello")
-        await soon(begun)
+        await wait_for_event(begun)
         # While the lease holds, a second engine leaves the run alone.
         async with open_app_fixture(
             tmp_path, echo, clock=clock, store=store, alone=False, pace=SLOW
@@ -273,14 +273,14 @@ async def test_a_zombie_changes_nothing(
         async with open_app_fixture(tmp_path, echo, clock=clock, store=store, alone=False, pace=SLOW) as heir:
             assert (await heir.wait_for_end(run_id)).reply == "heard hello"
             assert (await heir.wait_for_end("second")).reply == "heard second"
-            before = dump(zombie.path)
+            before = dump_database(zombie.path)
             wake.set()
 
             async def noticed() -> bool:
                 return "was taken over" in caplog.text
 
-            await until(noticed)
-            assert dump(zombie.path) == before
+            await wait_until(noticed)
+            assert dump_database(zombie.path) == before
             assert touched == []
             # The lane is still good for both.
             assert (await heir.ask("again")).reply == "heard again"
@@ -302,7 +302,7 @@ async def test_a_deadline_outlives_the_process(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, agent, clock=clock, pace=SLOW) as app:
         await app.say("long", idempotency_key="long", timeout_seconds=60)
         await app.say("next", idempotency_key="next")
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
     clock.advance(seconds=59)
     async with open_app_fixture(tmp_path, agent, clock=clock, pace=SLOW) as app:
         assert (await app.operations.get_run(OPERATOR, "long")).state == "running"
@@ -321,7 +321,7 @@ async def test_a_deadline_is_kept_to_the_second_by_whoever_plays_the_run(tmp_pat
     agent = Held()
     async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
         await app.say("long", idempotency_key="long", timeout_seconds=1.5)
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
     async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
         view = await app.wait_for_end("long")
         assert view.state == "timeout"
@@ -333,7 +333,7 @@ async def test_a_deadline_is_kept_to_the_second_while_a_run_waits(tmp_path: Path
     agent = Held()
     async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
         await app.say("busy")
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
         view = await app.ask("waits", timeout_seconds=0.1)
         assert (view.state, view.started_at) == ("timeout", None)
         assert overrun(view, 0.1) < 1
@@ -346,7 +346,7 @@ async def test_a_queued_run_expires_where_it_stands(tmp_path: Path) -> None:
     agent = Held()
     async with open_app_fixture(tmp_path, agent, clock=clock, pace=BRISK) as app:
         await app.say("busy", idempotency_key="busy", timeout_seconds=86_400)
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
         await app.say("waits", idempotency_key="waits", timeout_seconds=30)
         clock.advance(seconds=31)
         view = await app.wait_for_end("waits")
@@ -398,7 +398,7 @@ async def test_stopping_a_stream_takes_less_than_50_ms(tmp_path: Path, base: str
         for _ in range(5):
             begun.clear()
             run_id = await app.say("go")
-            await soon(begun)
+            await wait_for_event(begun)
             start = loop.time()
             stopped = await app.operations.stop(OPERATOR, MAIN)
             view = await app.wait_for_end(run_id)
@@ -420,11 +420,11 @@ async def test_a_call_that_is_stopped_is_reported_as_interrupted(tmp_path: Path)
         return ToolOutput(text="never")
 
     async def agent(prompt: Prompt) -> AssistantMessage:
-        return calls("wait", "wait")
+        return make_tool_calls("wait", "wait")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("wait", wait)], pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, agent, tools=[make_tool("wait", wait)], pace=SLOW) as app:
         run_id = await app.say("go")
-        await soon(begun)
+        await wait_for_event(begun)
         await app.operations.stop(OPERATOR, MAIN)
         assert (await app.wait_for_end(run_id)).state == "cancelled"
         entries = await app.transcript()
@@ -438,7 +438,7 @@ async def test_a_queued_run_is_stopped_at_once_and_alone(tmp_path: Path) -> None
     async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
         for key in ("one", "two", "three"):
             await app.say(key, idempotency_key=key)
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
         assert (await app.operations.stop(OPERATOR, MAIN, "two")).run_ids == ["two"]
         view = await app.operations.get_run(OPERATOR, "two")
         assert (view.state, view.started_at) == ("cancelled", None)
@@ -463,7 +463,7 @@ async def test_stopping_reaches_everything_below_and_nothing_beside(tmp_path: Pa
         async def all_running() -> bool:
             return len(agent.order) == 4
 
-        await until(all_running)
+        await wait_until(all_running)
         stopped = await app.operations.stop(OPERATOR, child)
         assert set(stopped.run_ids) == {ids[child], ids[grandchild], queued}
         for run_id in (ids[child], ids[grandchild], queued):
@@ -488,11 +488,11 @@ class Stubborn:
 
     async def agent(self, prompt: Prompt) -> AssistantMessage:
         if last(prompt) == "next":
-            return text("fresh")
+            return make_answer("fresh")
         if self._where == "tool":
-            return calls("stubborn")
+            return make_tool_calls("stubborn")
         await self._hold()
-        return text("too late")
+        return make_answer("too late")
 
     async def _hold(self) -> None:
         self.begun.set()
@@ -509,11 +509,11 @@ class Stubborn:
 @pytest.mark.parametrize("outcome", ["cancelled", "timeout"])
 async def test_what_ignores_being_stopped_is_left_behind(tmp_path: Path, outcome: str, where: str) -> None:
     stubborn = Stubborn(where)
-    tools = [tool("stubborn", stubborn.work)]
+    tools = [make_tool("stubborn", stubborn.work)]
     async with open_app_fixture(tmp_path, stubborn.agent, tools=tools, pace=BRISK) as app:
         try:
             run_id = await app.say("go", timeout_seconds=1 if outcome == "timeout" else 60)
-            await soon(stubborn.begun)
+            await wait_for_event(stubborn.begun)
             if outcome == "cancelled":
                 await app.operations.stop(OPERATOR, MAIN)
             assert (await app.wait_for_end(run_id)).state == outcome
@@ -524,15 +524,15 @@ async def test_what_ignores_being_stopped_is_left_behind(tmp_path: Path, outcome
             # The lane is free although something still holds on to its thread of control.
             assert (await app.ask("next")).reply == "fresh"
             assert not stubborn.left.is_set()
-            before = dump(app.path, besides=["owners"])
+            before = dump_database(app.path, besides=["owners"])
         finally:
             stubborn.release.set()
-        await soon(stubborn.left)
+        await wait_for_event(stubborn.left)
         for _ in range(20):
             await asyncio.sleep(0)
         # What it came back with has no place any more.
         assert (await app.ask("next")).reply == "fresh"
-        after = dump(app.path, besides=["owners"])
+        after = dump_database(app.path, besides=["owners"])
         assert after["messages"][: len(before["messages"])] == before["messages"]
         assert "too late" not in str(after)
 
@@ -545,11 +545,11 @@ async def test_what_ignores_being_stopped_does_not_keep_the_process(
     stubborn = Stubborn("step")
     async with open_app_fixture(tmp_path, stubborn.agent, pace=SLOW) as app:
         await app.say("go")
-        await soon(stubborn.begun)
+        await wait_for_event(stubborn.begun)
         await asyncio.wait_for(app.engine.stop(), BOUND)
         assert not stubborn.left.is_set()
         stubborn.release.set()
-        await soon(stubborn.left)
+        await wait_for_event(stubborn.left)
 
 
 @pytest.mark.requirement("G16")
@@ -557,8 +557,8 @@ async def test_a_request_to_stop_outlives_the_process(tmp_path: Path) -> None:
     agent = Held()
     async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
         run_id = await app.say("go")
-        await soon(agent.begun)
-    raw(tmp_path / "antiphon.db", "UPDATE runs SET cancel_at = 1 WHERE id = ?", run_id)
+        await wait_for_event(agent.begun)
+    query_database(tmp_path / "antiphon.db", "UPDATE runs SET cancel_at = 1 WHERE id = ?", run_id)
     agent.released.set()
     async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
         assert (await app.wait_for_end(run_id)).state == "cancelled"
@@ -580,18 +580,18 @@ async def test_stopping_the_engine_leaves_a_run_that_the_next_one_resumes(tmp_pa
 
     async def before(prompt: Prompt) -> AssistantMessage:
         if not results(prompt):
-            return calls("work")
-        return text(await first(prompt))
+            return make_tool_calls("work")
+        return make_answer(await first(prompt))
 
     async def after(prompt: Prompt) -> str:
         return f"{results(prompt)[0].text} and resumed"
 
-    tools = [tool("work", slow)]
+    tools = [make_tool("work", slow)]
     async with open_app_fixture(tmp_path, before, tools=tools, pace=SLOW) as app:
         run_id = await app.say("go")
-        await soon(first.begun)
-    assert raw(tmp_path / "antiphon.db", "SELECT state FROM runs") == [{"state": "running"}]
-    assert raw(tmp_path / "antiphon.db", "SELECT * FROM owners") == []
+        await wait_for_event(first.begun)
+    assert query_database(tmp_path / "antiphon.db", "SELECT state FROM runs") == [{"state": "running"}]
+    assert query_database(tmp_path / "antiphon.db", "SELECT * FROM owners") == []
     async with open_app_fixture(tmp_path, after, tools=tools, pace=SLOW) as app:
         view = await app.wait_for_end(run_id)
         assert (view.state, view.reply) == ("ok", "done and resumed")
@@ -609,12 +609,12 @@ async def test_a_run_that_never_gets_on_is_put_aside(tmp_path: Path) -> None:
             if not tries:
                 await app.say("poison", idempotency_key="poison")
                 await app.say("after", idempotency_key="after")
-            await soon(agent.begun)
+            await wait_for_event(agent.begun)
             if agent.order[-1] == "after":
                 break
             tries += 1
         # As a crash leaves it: a stop in good order may well be kinder.
-        raw(tmp_path / "antiphon.db", "UPDATE runs SET attempts = ? WHERE id = 'poison'", tries)
+        query_database(tmp_path / "antiphon.db", "UPDATE runs SET attempts = ? WHERE id = 'poison'", tries)
     assert tries == EngineTimings().max_attempts
     agent.released.set()
     async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
@@ -635,7 +635,7 @@ async def test_a_run_that_kills_its_process_takes_no_other_with_it(tmp_path: Pat
         tries[prompt.run_id] += 1
         if prompt.run_id == "innocent":
             begun.set()
-            await soon(released)
+            await wait_for_event(released)
             return "done"
         died.set()
         await asyncio.Event().wait()
@@ -649,13 +649,15 @@ async def test_a_run_that_kills_its_process_takes_no_other_with_it(tmp_path: Pat
                 for name in sorted(tries, key=lambda name: name != first):
                     await app.say(name, f"agent:main:dashboard:{name}", idempotency_key=name)
             if life < 3:
-                await soon(begun)
+                await wait_for_event(begun)
             else:
                 released.set()  # it ends when it has its turn
-            await soon(died)
+            await wait_for_event(died)
             counted = app.rows("SELECT id, attempts FROM runs WHERE state = 'running'")
         for row in counted:  # as a crash leaves it: a stop in good order is not counted
-            raw(tmp_path / DATABASE, "UPDATE runs SET attempts = ? WHERE id = ?", row["attempts"], row["id"])
+            query_database(
+                tmp_path / DATABASE, "UPDATE runs SET attempts = ? WHERE id = ?", row["attempts"], row["id"]
+            )
     async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
         assert (await app.wait_for_end("innocent")).reply == "done"
         assert (await app.wait_for_end("poison")).error_code == "quarantined"
@@ -684,22 +686,22 @@ async def test_a_run_that_gets_on_is_never_put_aside(tmp_path: Path) -> None:
         """One step a life, then nothing until the next."""
         count = len(results(prompt))
         if count >= lives:
-            return text("at last")
+            return make_answer("at last")
         if count and count not in held:
             held.add(count)
             begun.set()
             await asyncio.Event().wait()
-        return AssistantMessage(content=calls("work").content, timestamp=count)
+        return AssistantMessage(content=make_tool_calls("work").content, timestamp=count)
 
-    tools = [tool("work", work)]
+    tools = [make_tool("work", work)]
     for life in range(lives - 1):
         begun.clear()
         async with open_app_fixture(tmp_path, agent, tools=tools, pace=SLOW) as app:
             if life == 0:
                 await app.say("long", idempotency_key="long")
-            await soon(begun)
+            await wait_for_event(begun)
         # As a crash leaves it: a stop in good order is not counted.
-        raw(tmp_path / "antiphon.db", "UPDATE runs SET attempts = attempts + 1 WHERE id = 'long'")
+        query_database(tmp_path / "antiphon.db", "UPDATE runs SET attempts = attempts + 1 WHERE id = 'long'")
     async with open_app_fixture(tmp_path, agent, tools=tools, pace=SLOW) as app:
         assert (await app.wait_for_end("long")).reply == "at last"
 
@@ -723,7 +725,7 @@ async def test_a_full_disk_in_the_middle_of_a_run_costs_time_and_nothing_else(
 
     async with open_app_fixture(tmp_path, agent, pace=BRISK) as app:
         run_id = await app.say("go")
-        await until(full)
+        await wait_until(full)
         await app.store.tx(_ask, ROOM_AGAIN)
         view = await app.wait_for_end(run_id)
         assert (view.state, tries) == ("ok", 1)
@@ -744,17 +746,17 @@ async def _ask(tx: Tx, query: Query) -> None:
 @pytest.mark.requirement("G21")
 async def test_a_lane_holds_so_many_and_no_more(tmp_path: Path) -> None:
     agent = Held()
-    config = with_settings({"store": {"laneMaxQueued": 2}})
+    config = make_config({"store": {"laneMaxQueued": 2}})
     async with open_app_fixture(tmp_path, agent, config=config) as app:
         await app.say("running", idempotency_key="running")
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
         for key in ("one", "two"):
             await app.say(key, idempotency_key=key)
-        before = dump(app.path, besides=["owners"])
+        before = dump_database(app.path, besides=["owners"])
         with pytest.raises(LaneFull):
             await app.say("three", idempotency_key="three")
         assert await app.say("two", idempotency_key="two") == "two"  # not a new message
-        assert dump(app.path, besides=["owners"]) == before
+        assert dump_database(app.path, besides=["owners"]) == before
         assert (await app.operations.get_run(OPERATOR, "two")).position == 2
         agent.released.set()
         await app.wait_for_end("two")
@@ -782,17 +784,17 @@ async def test_a_lane_holds_so_many_and_no_more(tmp_path: Path) -> None:
 async def test_what_cannot_be_accepted_changes_nothing(
     tmp_path: Path, options: dict[str, object], error: type[AntiphonError]
 ) -> None:
-    config = with_settings({"store": {"messageMaxBytes": 1024}})
+    config = make_config({"store": {"messageMaxBytes": 1024}})
     async with open_app_fixture(tmp_path, echo, config=config) as app:
-        before = dump(app.path, besides=["owners"])
+        before = dump_database(app.path, besides=["owners"])
         with pytest.raises(error) as refused:
             await app.say(**options)  # pyright: ignore[reportArgumentType]
         assert refused.value.hint
-        assert dump(app.path, besides=["owners"]) == before
+        assert dump_database(app.path, besides=["owners"]) == before
 
 
 async def test_a_message_of_exactly_the_cap_is_taken(tmp_path: Path) -> None:
-    config = with_settings({"store": {"messageMaxBytes": 1024}})
+    config = make_config({"store": {"messageMaxBytes": 1024}})
     async with open_app_fixture(tmp_path, echo, config=config) as app:
         assert (await app.ask("ü" * 512)).state == "ok"
 
@@ -805,7 +807,7 @@ async def test_a_wait_can_be_dropped_repeated_and_made_from_elsewhere(tmp_path: 
     agent = Held()
     async with open_app_fixture(tmp_path, agent) as app:
         run_id = await app.say("go")
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
         dropped = asyncio.create_task(app.operations.wait(OPERATOR, run_id, BOUND))
         await asyncio.sleep(0)
         dropped.cancel()
@@ -830,7 +832,7 @@ async def test_a_wait_beside_the_engine_sees_the_end_without_its_events(tmp_path
         open_app_fixture(tmp_path, echo, store=app.store, alone=False) as other,
     ):
         run_id = await app.say("go")
-        await soon(agent.begun)
+        await wait_for_event(agent.begun)
         waiting = asyncio.create_task(other.operations.wait(OPERATOR, run_id, BOUND))
         await asyncio.sleep(0)
         agent.released.set()
@@ -866,10 +868,10 @@ async def test_waiting_for_another_session_holds_no_slot(tmp_path: Path) -> None
 
     async def agent(prompt: Prompt) -> AssistantMessage:
         if last(prompt) == "inner":
-            return text("from inside")
-        return text(f"got {results(prompt)[0].text}") if results(prompt) else calls("relay")
+            return make_answer("from inside")
+        return make_answer(f"got {results(prompt)[0].text}") if results(prompt) else make_tool_calls("relay")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("relay", relay)]) as app:
+    async with open_app_fixture(tmp_path, agent, tools=[make_tool("relay", relay)]) as app:
         assert (await app.ask("outer")).reply == "got from inside"
 
 
@@ -886,9 +888,9 @@ async def test_tools_of_one_step_run_at_the_same_time(tmp_path: Path) -> None:
         return ToolOutput(text=call.call_id)
 
     async def agent(prompt: Prompt) -> AssistantMessage:
-        return text("met") if results(prompt) else calls("meet", "meet", "meet")
+        return make_answer("met") if results(prompt) else make_tool_calls("meet", "meet", "meet")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("meet", meet)]) as app:
+    async with open_app_fixture(tmp_path, agent, tools=[make_tool("meet", meet)]) as app:
         assert (await app.ask("go")).reply == "met"
         entries = await app.transcript()
         assert {e["toolCallId"] for e in entries if e["role"] == "toolResult"} == {
@@ -909,9 +911,11 @@ async def test_what_a_tool_raises_is_told_to_the_model(tmp_path: Path) -> None:
 
     async def agent(prompt: Prompt) -> AssistantMessage:
         seen.extend((result.is_error, result.text) for result in results(prompt))
-        return text("fine") if results(prompt) else calls("refuse", "crash", "missing")
+        return make_answer("fine") if results(prompt) else make_tool_calls("refuse", "crash", "missing")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("refuse", refuse), tool("crash", crash)]) as app:
+    async with open_app_fixture(
+        tmp_path, agent, tools=[make_tool("refuse", refuse), make_tool("crash", crash)]
+    ) as app:
         assert (await app.ask("go")).reply == "fine"
         told = "\n".join(words for failed, words in seen if failed)
         assert len(seen) == 3
@@ -926,15 +930,15 @@ async def test_a_run_without_an_answer_is_incomplete(tmp_path: Path) -> None:
     async def agent(prompt: Prompt) -> AssistantMessage:
         match last(prompt):
             case "steps":
-                return calls("work")
+                return make_tool_calls("work")
             case "length":
-                return text("once upon", stop_reason="length")
+                return make_answer("once upon", stop_reason="length")
             case "blank":
-                return text("  \n")
+                return make_answer("  \n")
             case _:
                 return AssistantMessage(content=[], timestamp=1)
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)], max_steps=3) as app:
+    async with open_app_fixture(tmp_path, agent, tools=[make_tool("work", work)], max_steps=3) as app:
         steps = await app.ask("steps")
         assert (steps.state, steps.error_code) == ("incomplete", "max_steps")
         roles = [entry["role"] for entry in await app.transcript()]
@@ -1051,7 +1055,7 @@ async def test_a_run_that_is_stopped_late_or_somebody_elses_fault_is_not_in_the_
         assert (await app.ask("late", timeout_seconds=0.05)).state == "timeout"
         begun.clear()
         run_id = await app.say("stop")
-        await soon(begun)
+        await wait_for_event(begun)
         await app.operations.stop(OPERATOR, MAIN)
         assert (await app.wait_for_end(run_id)).state == "cancelled"
     assert told(caplog) == []
@@ -1061,10 +1065,10 @@ async def test_a_run_that_is_stopped_late_or_somebody_elses_fault_is_not_in_the_
 async def test_no_edge_leads_out_of_the_end(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo, pace=SLOW) as app:
         run_id = (await app.ask("go")).run_id
-        before = dump(app.path)
+        before = dump_database(app.path)
         assert (await app.operations.stop(OPERATOR, MAIN)).run_ids == []
         assert (await app.operations.stop(OPERATOR, MAIN, run_id)).run_ids == []
-        assert dump(app.path) == before
+        assert dump_database(app.path) == before
 
 
 @pytest.mark.requirement("G9")
@@ -1100,7 +1104,7 @@ async def test_stops_in_good_order_are_not_held_against_a_run(tmp_path: Path) ->
         async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
             if life == 0:
                 await app.say("patient", idempotency_key="patient")
-            await soon(agent.begun)
+            await wait_for_event(agent.begun)
     agent.released.set()
     async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
         assert (await app.wait_for_end("patient")).state == "ok"
@@ -1122,17 +1126,17 @@ async def test_a_long_run_that_is_taken_up_still_knows_its_question(
         if len(results(prompt)) == steps:
             held.set()
             await asyncio.Event().wait()
-        return AssistantMessage(content=calls("work").content, timestamp=len(results(prompt)))
+        return AssistantMessage(content=make_tool_calls("work").content, timestamp=len(results(prompt)))
 
     async def after(prompt: Prompt) -> str:
         notice, asked = prompt.messages[:2]
         assert isinstance(notice, CompactionEntry) and isinstance(asked, UserMessage)
         return f"answering {asked.content}"
 
-    tools = [tool("work", work)]
+    tools = [make_tool("work", work)]
     async with open_app_fixture(tmp_path, before, tools=tools, pace=SLOW, max_steps=2 * steps) as app:
         run_id = await app.say("the question")
-        await soon(held)
+        await wait_for_event(held)
     async with open_app_fixture(tmp_path, after, tools=tools, pace=SLOW) as app:
         assert (await app.wait_for_end(run_id)).reply == "answering the question"
 
@@ -1157,15 +1161,15 @@ async def test_a_run_without_history_is_taken_up_past_a_damaged_entry(tmp_path: 
     async def after(prompt: Prompt) -> str:
         return f"{len(results(prompt))} results, {sum(isinstance(m, UserMessage) for m in prompt.messages)} question"
 
-    tools = [tool("work", work)]
+    tools = [make_tool("work", work)]
     async with open_app_fixture(tmp_path, echo) as app:
         await app.ask("earlier")
     async with open_app_fixture(
         tmp_path, FunctionRuntime(before, history=False), tools=tools, pace=SLOW
     ) as app:
         run_id = await app.say("go")
-        await soon(begun)
-    raw(tmp_path / "antiphon.db", "UPDATE messages SET body = '{torn' WHERE seq = 5")
+        await wait_for_event(begun)
+    query_database(tmp_path / "antiphon.db", "UPDATE messages SET body = '{torn' WHERE seq = 5")
     async with open_app_fixture(
         tmp_path, FunctionRuntime(after, history=False), tools=tools, pace=SLOW
     ) as app:

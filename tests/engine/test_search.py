@@ -28,8 +28,8 @@ from antiphon.messages import (
 )
 from antiphon.runtimes import Prompt
 from antiphon.store import Row, Store, Tx
-from support.app_fixture import DATABASE, MAIN, open_app_fixture, opened, raw, until
-from support.databases import open_test_database
+from support.app_fixture import DATABASE, MAIN, open_app_fixture, open_test_store, wait_until
+from support.databases import open_test_database, query_database
 
 pytestmark = pytest.mark.anyio
 
@@ -98,7 +98,7 @@ async def test_only_what_was_said_or_returned_is_indexed(tmp_path: Path) -> None
         CompactionEntry(summary="apple", first_kept_seq=1, tokens_before=1, timestamp=1),
         user("last\tone\x02 with\x00 blanks \n\n in it"),
     ]
-    async with opened(tmp_path) as store:
+    async with open_test_store(tmp_path) as store:
         session = await store.tx(found_session)
         await store.tx(said, session["id"], messages)
         assert await store.tx(search.index_entries, search.INDEX_BATCH_ENTRIES) == len(messages)
@@ -124,10 +124,10 @@ async def test_only_what_was_said_or_returned_is_indexed(tmp_path: Path) -> None
     ],
 )
 async def test_a_damaged_entry_does_not_stop_the_index(tmp_path: Path, body: str) -> None:
-    async with opened(tmp_path) as store:
+    async with open_test_store(tmp_path) as store:
         session = await store.tx(found_session)
         await store.tx(said, session["id"], [user("before"), user("x"), user("after")])
-        raw(tmp_path / DATABASE, "UPDATE messages SET body = ? WHERE seq = 2", body)
+        query_database(tmp_path / DATABASE, "UPDATE messages SET body = ? WHERE seq = 2", body)
         assert await store.tx(search.index_entries, search.INDEX_BATCH_ENTRIES) == 3
         assert await store.read(found, "before") == ["before"]
         assert await store.read(found, "after") == ["after"]
@@ -136,7 +136,7 @@ async def test_a_damaged_entry_does_not_stop_the_index(tmp_path: Path, body: str
 async def test_of_a_long_entry_the_beginning_is_indexed(tmp_path: Path) -> None:
     long = "ä" * 10 + " b" * search.MAX_INDEXED_BYTES_PER_ENTRY
     store = await with_texts(tmp_path, f"first {long} never")
-    (kept,) = raw(tmp_path / DATABASE, "SELECT words FROM message_words")
+    (kept,) = query_database(tmp_path / DATABASE, "SELECT words FROM message_words")
     assert len(kept["words"].encode()) <= search.MAX_INDEXED_BYTES_PER_ENTRY
     assert len(await store.read(found, "first")) == 1
     assert await store.read(found, "never") == []
@@ -197,23 +197,27 @@ async def _cursor(path: Path, steps: list[tuple[str, int, int]]) -> None:
         elif number in ids:
             await store.tx(session_rows.delete_session, ids.pop(number), f"agent:main:direct:{number}", 1)
         last, _ = await store.read(search.load_index_position)
-        assert indexed(path) == raw(path / DATABASE, "SELECT id FROM messages WHERE id <= ? ORDER BY 1", last)
+        assert indexed(path) == query_database(
+            path / DATABASE, "SELECT id FROM messages WHERE id <= ? ORDER BY 1", last
+        )
     await search.catch_up_index(store)
-    assert indexed(path) == raw(path / DATABASE, "SELECT id FROM messages ORDER BY 1")
+    assert indexed(path) == query_database(path / DATABASE, "SELECT id FROM messages ORDER BY 1")
     if not store.shared:
         # Nothing of what is gone is left in the index of SQLite, which is beside its table.
-        raw(path / DATABASE, "INSERT INTO message_words (message_words) VALUES ('integrity-check')")
+        query_database(
+            path / DATABASE, "INSERT INTO message_words (message_words) VALUES ('integrity-check')"
+        )
     await store.close()
 
 
 def indexed(path: Path) -> list[dict[str, Any]]:
-    return raw(path / DATABASE, "SELECT rowid AS id FROM message_words ORDER BY 1")
+    return query_database(path / DATABASE, "SELECT rowid AS id FROM message_words ORDER BY 1")
 
 
 async def test_a_batch_ends_with_its_entries_or_its_characters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opened(tmp_path) as store:
+    async with open_test_store(tmp_path) as store:
         session = await store.tx(found_session)
         await store.tx(said, session["id"], [user(f"{n} {'x' * 100}") for n in range(80)])
         assert await store.tx(search.index_entries, 30) == 30
@@ -238,7 +242,7 @@ async def test_the_engine_keeps_the_index_up_and_goes_on_after_a_restart(
                 last, head = await app.store.read(search.load_index_position)
                 return last == head == 10 * round_  # noqa: B023 - awaited in this round
 
-            await until(current)
+            await wait_until(current)
             assert len(await app.store.read(found, "hello")) == 5 * round_
 
 
@@ -314,7 +318,7 @@ async def test_a_beginning_of_very_many_words(tmp_path: Path) -> None:
 @example(query="\ue000 " * 2000)
 def test_no_query_is_an_error(tmp_path: Path, query: str) -> None:
     async def run() -> None:
-        async with opened(tmp_path) as store:  # the same for all of them, which is as well
+        async with open_test_store(tmp_path) as store:  # the same for all of them, which is as well
             await store.read(found, query)
 
     asyncio.run(run())
@@ -387,10 +391,10 @@ def test_a_snippet_is_a_short_piece_of_the_text_around_the_first_match(
 async def test_json_of_a_stranger_is_read_too(tmp_path: Path) -> None:
     """Blocks of kinds that we do not know stand in imported transcripts."""
     body = {"role": "user", "content": [{"type": "audio", "text": "no"}, {"type": "text", "text": "yes"}, {}]}
-    async with opened(tmp_path) as store:
+    async with open_test_store(tmp_path) as store:
         session = await store.tx(found_session)
         await store.tx(said, session["id"], [user("x")])
-        raw(tmp_path / DATABASE, "UPDATE messages SET body = ?", json.dumps(body))
+        query_database(tmp_path / DATABASE, "UPDATE messages SET body = ?", json.dumps(body))
         await search.catch_up_index(store)
         assert await store.read(found, "yes") == ["yes"]
         assert await store.read(found, "no") == []

@@ -16,8 +16,8 @@ from antiphon.operations.system_status import SystemStatus
 from antiphon.paths import DATABASE_FILE_NAME
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
-from support.app_fixture import MAIN, OPERATOR, soon
-from support.databases import raw
+from support.app_fixture import MAIN, OPERATOR, wait_for_event
+from support.databases import query_database
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
 
@@ -26,8 +26,8 @@ async def test_only_who_renews_its_lease_is_there(tmp_path: Path) -> None:
     async with open_app_operations(Config(), tmp_path) as operations:
         now = SystemClock().now()
         insert = "INSERT INTO owners (id, lease_until) VALUES (?, ?)"
-        raw(tmp_path / DATABASE_FILE_NAME, insert, "silent", now - 60_000)
-        raw(tmp_path / DATABASE_FILE_NAME, insert, "other", now + 60_000)
+        query_database(tmp_path / DATABASE_FILE_NAME, insert, "silent", now - 60_000)
+        query_database(tmp_path / DATABASE_FILE_NAME, insert, "other", now + 60_000)
         standing = await operations.get_system_status(OPERATOR)
     assert standing == SystemStatus(
         queued=0, running=0, idle_seconds=0, abandoned=0, replicas=2, pending=0, ambiguous=0, dead=0
@@ -46,8 +46,8 @@ async def test_what_a_silent_replica_left_is_counted_as_abandoned(tmp_path: Path
     patient = EngineTimings(lease=600, sweep=600)  # nobody mends it while the test looks
     async with open_app_operations(Config(), tmp_path, functions=functions, pace=patient) as operations:
         await operations.submit(OPERATOR, IncomingMessage(session=MAIN, content="go"))
-        await soon(started)
+        await wait_for_event(started)
         assert (await operations.get_system_status(OPERATOR)).abandoned == 0
-        raw(tmp_path / DATABASE_FILE_NAME, "UPDATE owners SET lease_until = 1")
+        query_database(tmp_path / DATABASE_FILE_NAME, "UPDATE owners SET lease_until = 1")
         standing = await operations.get_system_status(OPERATOR)
         assert (standing.running, standing.abandoned, standing.replicas) == (1, 1, 0)

@@ -23,15 +23,14 @@ from support.app_fixture import (
     DATABASE,
     MAIN,
     OPERATOR,
-    calls,
+    make_answer,
+    make_tool,
+    make_tool_calls,
     open_app_fixture,
-    raw,
-    soon,
-    text,
-    tool,
-    until,
+    wait_for_event,
+    wait_until,
 )
-from support.databases import open_test_database
+from support.databases import open_test_database, query_database
 
 pytestmark = pytest.mark.anyio
 
@@ -65,7 +64,7 @@ async def test_what_somebody_plays_in_a_shared_store_is_not_taken_for_abandoned(
     agent = Waiting()
     async with open_app_fixture(tmp_path, agent) as app:
         run_id = await app.say("one")
-        await soon(agent.started(MAIN))
+        await wait_for_event(agent.started(MAIN))
         [row] = app.rows("SELECT session FROM runs")
         now = app.clock.now()
         assert (
@@ -85,7 +84,7 @@ async def test_stopping_one_run_stops_that_one(tmp_path: Path) -> None:
         first, second = await app.say("one"), await app.say("two")
         await app.create(CHILD, MAIN)
         child = await app.say("below", CHILD)
-        await soon(agent.started(CHILD))
+        await wait_for_event(agent.started(CHILD))
         assert (await app.operations.stop(OPERATOR, MAIN, "no-such-run")).run_ids == []
         assert (await app.operations.stop(OPERATOR, MAIN, second)).run_ids == [second]
         states = {run: (await app.operations.get_run(OPERATOR, run)).state for run in (first, second, child)}
@@ -109,7 +108,7 @@ async def test_a_stop_is_obeyed_though_its_hint_was_lost(tmp_path: Path) -> None
         tmp_path, agent, bus=Deaf(), pace=EngineTimings(sweep=0.05, stop_grace=60)
     ) as app:
         run_id = await app.say("one")
-        await soon(agent.started(MAIN))
+        await wait_for_event(agent.started(MAIN))
         await app.operations.stop(OPERATOR, MAIN)
         assert (await app.wait_for_end(run_id)).state == "cancelled"
         assert agent.cancelled == 1
@@ -124,9 +123,9 @@ async def test_a_thousand_stops_at_once_all_arrive(tmp_path: Path) -> None:
         keys = [f"agent:main:dashboard:{number}" for number in range(20)]
         ids = [await app.say("go", key) for key in keys]
         for key in keys:
-            await soon(agent.started(key))
+            await wait_for_event(agent.started(key))
         for key in keys:
-            row = raw(app.path, "SELECT id FROM sessions WHERE key = ?", key)[0]
+            row = query_database(app.path, "SELECT id FROM sessions WHERE key = ?", key)[0]
             await app.store.tx(lifecycle.cancel_runs, row["id"], None, app.clock.now())
         for run_id in ids:
             app.bus.publish(STOP_TOPIC, StopRequested(run_id=run_id))
@@ -175,7 +174,7 @@ async def test_a_stop_costs_the_same_however_many_have_finished_below(tmp_path: 
             for number in range(finished):
                 await app.create(f"agent:main:subagent:{number:08d}-1111-1111-1111-111111111111", CHILD)
             run_id = await app.say("below", GRANDCHILD)
-            await soon(agent.started(GRANDCHILD))
+            await wait_for_event(agent.started(GRANDCHILD))
             agent.begun.clear()
             stopped, statements = await app.store.tx(_stop_counted, main["id"], app.clock.now())
             assert stopped.asked == [run_id]
@@ -203,7 +202,7 @@ async def test_a_stop_reaches_what_is_under_way_in_any_sense(tmp_path: Path, how
         main = await app.create(MAIN)
         await app.create(CHILD, MAIN)
         below = await app.create(GRANDCHILD, CHILD)
-        raw(app.path, UNDER_WAY[how], below["id"])
+        query_database(app.path, UNDER_WAY[how], below["id"])
         stopped = await app.store.tx(lifecycle.cancel_runs, main["id"], None, app.clock.now())
         assert [ended.run_id for ended in stopped.ended] == (["q"] if how == "queued" else [])
         left = "SELECT yielded, yield_run FROM sessions WHERE yielded IS NOT NULL OR yield_run IS NOT NULL"
@@ -225,15 +224,15 @@ async def test_a_damaged_entry_keeps_no_run_from_ending(tmp_path: Path) -> None:
         blocks = [ToolCall(id=name, name="stuck", arguments={}) for name in ("first", "second")]
         return AssistantMessage(content=[*blocks], timestamp=1)
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("stuck", stuck)], pace=QUICK) as app:
+    async with open_app_fixture(tmp_path, agent, tools=[make_tool("stuck", stuck)], pace=QUICK) as app:
         run_id = await app.say("go")
-        await soon(begun)
+        await wait_for_event(begun)
 
         async def stored() -> bool:
-            return bool(raw(app.path, "SELECT 1 FROM messages WHERE role = 'toolResult'"))
+            return bool(query_database(app.path, "SELECT 1 FROM messages WHERE role = 'toolResult'"))
 
-        await until(stored)
-        raw(app.path, "UPDATE messages SET body = '{torn' WHERE role = 'toolResult'")
+        await wait_until(stored)
+        query_database(app.path, "UPDATE messages SET body = '{torn' WHERE role = 'toolResult'")
         await app.operations.stop(OPERATOR, MAIN)
         assert (await app.wait_for_end(run_id)).state == "cancelled"
 
@@ -244,9 +243,9 @@ async def test_many_expired_runs_brick_no_lane(tmp_path: Path, monkeypatch: pyte
     agent = Waiting()
     async with open_app_fixture(tmp_path, agent) as app:
         first = await app.say("one")
-        await soon(agent.started(MAIN))
+        await wait_for_event(agent.started(MAIN))
         late = [await app.say(f"late {number}") for number in range(8)]
-        raw(app.path, "UPDATE runs SET created_at = 1 WHERE state = 'queued'")
+        query_database(app.path, "UPDATE runs SET created_at = 1 WHERE state = 'queued'")
         await app.operations.stop(OPERATOR, MAIN, first)
         assert (await app.wait_for_end(first)).state == "cancelled"
     async with open_app_fixture(tmp_path, agent, pace=QUICK) as app:
@@ -276,9 +275,9 @@ async def test_a_stop_during_a_commit_stores_nothing_twice(tmp_path: Path) -> No
         await asyncio.Event().wait()
         return ToolOutput(text="never")
 
-    async with open_app_fixture(tmp_path, Agent(), tools=[tool("look", look)]) as app:
+    async with open_app_fixture(tmp_path, Agent(), tools=[make_tool("look", look)]) as app:
         run_id = await app.say("go")
-        await soon(deciding)
+        await wait_for_event(deciding)
         await app.operations.stop(OPERATOR, MAIN)
         assert (await app.wait_for_end(run_id)).state == "cancelled"
         said = [str(entry) for entry in await app.transcript() if "Let me look." in str(entry)]
@@ -296,11 +295,11 @@ async def test_calls_of_a_run_never_share_a_key(tmp_path: Path) -> None:
     async def agent(prompt: Prompt) -> AssistantMessage:
         done = sum(entry.__struct_config__.tag == "toolResult" for entry in prompt.messages)
         if done >= 3:
-            return text("all \ud83d done".encode(errors="replace").decode())
+            return make_answer("all \ud83d done".encode(errors="replace").decode())
         block = ToolCall(id="same", name="act", arguments={})
         return AssistantMessage(content=[block, block] if done == 0 else [block], timestamp=done)
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("act", act)]) as app:
+    async with open_app_fixture(tmp_path, agent, tools=[make_tool("act", act)]) as app:
         assert (await app.ask("go")).state == "ok"
         assert len(set(keys)) == 3
         results = [entry for entry in await app.transcript() if entry["role"] == "toolResult"]
@@ -313,9 +312,9 @@ async def test_a_tool_that_would_end_the_process_fails_and_no_more(tmp_path: Pat
         raise SystemExit(3)
 
     async def agent(prompt: Prompt) -> AssistantMessage:
-        return calls("leaving") if len(prompt.messages) == 1 else text("fine")
+        return make_tool_calls("leaving") if len(prompt.messages) == 1 else make_answer("fine")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("leaving", leaving)]) as app:
+    async with open_app_fixture(tmp_path, agent, tools=[make_tool("leaving", leaving)]) as app:
         assert (await app.ask("go")).reply == "fine"
         assert "tried to end the process" in (await app.transcript())[2]["content"][0]["text"]
 
@@ -325,9 +324,9 @@ async def test_a_tool_that_returns_half_a_character_is_understood(tmp_path: Path
         return ToolOutput(text="half \ud83d and \ud83d\ude00")
 
     async def agent(prompt: Prompt) -> AssistantMessage:
-        return calls("odd") if len(prompt.messages) == 1 else text("fine")
+        return make_tool_calls("odd") if len(prompt.messages) == 1 else make_answer("fine")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("odd", odd)]) as app:
+    async with open_app_fixture(tmp_path, agent, tools=[make_tool("odd", odd)]) as app:
         assert (await app.ask("go")).reply == "fine"
         result = (await app.transcript())[2]
         assert result["content"] == [{"type": "text", "text": "half \ufffd and \N{GRINNING FACE}"}]

@@ -16,7 +16,15 @@ from antiphon.messages import AssistantMessage
 from antiphon.runtimes import Prompt
 from cluster.servers import nats_server
 from support import app_fixture
-from support.app_fixture import DATABASE, calls, open_app_fixture, raw, soon, text, tool
+from support.app_fixture import (
+    DATABASE,
+    make_answer,
+    make_tool,
+    make_tool_calls,
+    open_app_fixture,
+    wait_for_event,
+)
+from support.databases import query_database
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("G12", "G24")]
 
@@ -40,14 +48,20 @@ async def suspects(path: Path, names: Sequence[str], asking: str | None = None) 
         return ToolOutput(text="never")
 
     async def agent(prompt: Prompt) -> AssistantMessage:
-        return calls("ask") if prompt.run_id == asking else text((await hang(prompt.run_id)).text)
+        return (
+            make_tool_calls("ask")
+            if prompt.run_id == asking
+            else make_answer((await hang(prompt.run_id)).text)
+        )
 
-    ask = tool("ask", lambda call: hang(call.run_id), settle=True)
+    ask = make_tool("ask", lambda call: hang(call.run_id), settle=True)
     async with open_app_fixture(path, agent, pace=SLOW, tools=[ask]) as app:
         for name in names:
             await app.say(name, session(name), idempotency_key=name)
-        await soon(begun)
-    raw(path / DATABASE, "UPDATE runs SET attempts = ?", crash_quarantine.MIN_SUSPECT_INTERRUPTIONS)
+        await wait_for_event(begun)
+    query_database(
+        path / DATABASE, "UPDATE runs SET attempts = ?", crash_quarantine.MIN_SUSPECT_INTERRUPTIONS
+    )
 
 
 async def test_one_that_gets_on_makes_room_for_the_next(tmp_path: Path) -> None:
@@ -57,7 +71,7 @@ async def test_one_that_gets_on_makes_room_for_the_next(tmp_path: Path) -> None:
 
     async def work(call: ToolRequest) -> ToolOutput:
         working.set()
-        await soon(free)
+        await wait_for_event(free)
         return ToolOutput(text="x")
 
     async def agent(prompt: Prompt) -> AssistantMessage:
@@ -65,11 +79,11 @@ async def test_one_that_gets_on_makes_room_for_the_next(tmp_path: Path) -> None:
         if prompt.run_id != seen[0]:
             other.set()
         first = prompt.run_id == seen[0] and not working.is_set()
-        return calls("work") if first else text("done", stop_reason="stop")
+        return make_tool_calls("work") if first else make_answer("done", stop_reason="stop")
 
-    async with open_app_fixture(tmp_path, agent, pace=SLOW, tools=[tool("work", work)]) as app:
-        await soon(working)
-        await soon(other)
+    async with open_app_fixture(tmp_path, agent, pace=SLOW, tools=[make_tool("work", work)]) as app:
+        await wait_for_event(working)
+        await wait_for_event(other)
         free.set()
         assert {(await app.wait_for_end(name)).state for name in ("a", "b")} == {"ok"}
 
@@ -85,7 +99,9 @@ async def test_one_that_waits_for_another_makes_room_for_it(tmp_path: Path) -> N
     async def agent(prompt: Prompt) -> str:
         return "b's answer" if prompt.run_id == "b" else "done"
 
-    async with open_app_fixture(tmp_path, agent, pace=SLOW, tools=[tool("ask", ask, settle=True)]) as app:
+    async with open_app_fixture(
+        tmp_path, agent, pace=SLOW, tools=[make_tool("ask", ask, settle=True)]
+    ) as app:
         assert (await app.wait_for_end("a")).reply == "done"
         result = (await app.transcript(session("a")))[2]
         assert (result["role"], result["content"][0]["text"]) == ("toolResult", "b's answer")
@@ -117,11 +133,11 @@ async def test_none_begins_while_the_process_stops(tmp_path: Path) -> None:
     async def agent(prompt: Prompt) -> str:
         seen.append(prompt.run_id)
         first.set()
-        await soon(free)
+        await wait_for_event(free)
         return "ok"
 
     async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
-        await soon(first)
+        await wait_for_event(first)
         async with asyncio.TaskGroup() as group:
             group.create_task(app.engine.stop(app_fixture.BOUND))
             group.create_task(_soon_after(free))
@@ -146,13 +162,13 @@ async def test_those_that_wait_take_no_place_from_others(
         if prompt.run_id == "fresh":
             return "hello"
         first.set()
-        await soon(free)
+        await wait_for_event(free)
         return "ok"
 
     with nats_server() as server:
         monkeypatch.setattr(app_fixture, "LocalLanes", lambda: NatsLanes(server.servers(), slots=len(names)))
         async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
-            await soon(first)
+            await wait_for_event(first)
             await app.say("hi", session("fresh"), idempotency_key="fresh")
             assert (await app.wait_for_end("fresh")).reply == "hello"
             free.set()

@@ -16,7 +16,7 @@ from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.messages import AssistantMessage, Cost, TokenUsage, ToolResult
 from antiphon.runtimes import Prompt
 from antiphon.views import UsageLine
-from support.app_fixture import MAIN, OPERATOR, calls, open_app_fixture, text, tool
+from support.app_fixture import MAIN, OPERATOR, make_answer, make_tool, make_tool_calls, open_app_fixture
 
 CHILD, GRANDCHILD, STRANGER = (f"agent:main:direct:{name}" for name in ("child", "grandchild", "stranger"))
 
@@ -45,7 +45,7 @@ class Spender:
         usage = used(number, self._costs[number % len(self._costs)] if self._costs else None)
         self.spent.setdefault(prompt.session_key, []).append(usage)
         model = f"m{number % 2}"
-        answer = text("ok") if isinstance(prompt.messages[-1], ToolResult) else calls("work")
+        answer = make_answer("ok") if isinstance(prompt.messages[-1], ToolResult) else make_tool_calls("work")
         return AssistantMessage(content=answer.content, timestamp=1, usage=usage, provider="p", model=model)
 
 
@@ -77,7 +77,7 @@ def totals(lines: list[UsageLine]) -> tuple[int, int, int, int, int]:
 @pytest.mark.requirement("G28")
 async def test_the_ledger_adds_up_by_run_session_and_tree(tmp_path: Path) -> None:
     spender = Spender(costs=[0.25, 0.5])
-    async with open_app_fixture(tmp_path, spender, tools=[tool("work", work)]) as app:
+    async with open_app_fixture(tmp_path, spender, tools=[make_tool("work", work)]) as app:
         await app.create(MAIN)
         await app.create(CHILD, MAIN)
         await app.create(GRANDCHILD, CHILD)
@@ -107,7 +107,7 @@ async def test_the_ledger_adds_up_by_run_session_and_tree(tmp_path: Path) -> Non
 @pytest.mark.requirement("G28")
 async def test_an_unknown_price_makes_the_sum_unknown_not_smaller(tmp_path: Path) -> None:
     spender = Spender(costs=[0.25, None])  # every run has one call of each kind
-    async with open_app_fixture(tmp_path, spender, tools=[tool("work", work)]) as app:
+    async with open_app_fixture(tmp_path, spender, tools=[make_tool("work", work)]) as app:
         view = await app.ask("go")
         assert view.usage is not None and view.usage.cost is None
         lines = {line.model: line.cost for line in await app.operations.get_usage(OPERATOR, MAIN)}
@@ -118,7 +118,7 @@ async def test_an_unknown_price_makes_the_sum_unknown_not_smaller(tmp_path: Path
 @pytest.mark.anyio
 @pytest.mark.requirement("G28")
 async def test_what_costs_nothing_is_nothing_and_not_unknown(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, Spender(costs=[0.0]), tools=[tool("work", work)]) as app:
+    async with open_app_fixture(tmp_path, Spender(costs=[0.0]), tools=[make_tool("work", work)]) as app:
         view = await app.ask("go")
         assert view.usage is not None and view.usage.cost == 0.0
 
@@ -129,7 +129,9 @@ async def test_the_ledger_outlives_its_session(tmp_path: Path) -> None:
     clock = ManualClock()
     spender = Spender()
     pace = EngineTimings(lease=10**7, sweep=3600, retention=3600)
-    async with open_app_fixture(tmp_path, spender, tools=[tool("work", work)], clock=clock, pace=pace) as app:
+    async with open_app_fixture(
+        tmp_path, spender, tools=[make_tool("work", work)], clock=clock, pace=pace
+    ) as app:
         await app.create(MAIN)
         await app.create(CHILD, MAIN)
         await app.ask("go", CHILD)
@@ -158,7 +160,7 @@ def test_the_sum_of_the_ledger_is_the_sum_of_the_calls(
 
     async def run(path: Path) -> None:
         spender = Spender(costs)
-        async with open_app_fixture(path, spender, tools=[tool("work", work)]) as app:
+        async with open_app_fixture(path, spender, tools=[make_tool("work", work)]) as app:
             for _ in range(turns):
                 await app.ask("go")
             lines = await app.operations.get_usage(OPERATOR, MAIN)

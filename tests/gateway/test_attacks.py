@@ -20,8 +20,8 @@ from support.gateway_attacks import (
     TEXT_UNFINISHED,
     AttackedGateway,
     HealthProbe,
-    frame,
-    reset,
+    make_frame_head,
+    reset_connection,
     send_until_refused,
     start_attacked_gateway,
 )
@@ -42,7 +42,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Generator[AttackedGatew
 
 def unfinished(size: int) -> Generator[bytes]:
     """A frame that says it has `size` bytes and never gets its last one."""
-    yield frame(0x81, size)
+    yield make_frame_head(0x81, size)
     left = size - 1
     while left:
         piece = min(left, 256 * 1024)
@@ -58,7 +58,7 @@ def test_unfinished_first_frames_are_cut_short_and_leave_nothing_behind(gateway:
             with ExitStack() as stack:
                 for peer in gateway.silent(60, stack):
                     most_taken = max(most_taken, send_until_refused(peer, unfinished(8 * MIB)))
-                    reset(peer)
+                    reset_connection(peer)
     assert witness.highest_resident_bytes - before < GROWTH
     assert witness.slowest < LATENCY
     assert most_taken < 8 * MIB - 1, "a stranger's frame of 8 MiB was read"
@@ -66,15 +66,18 @@ def test_unfinished_first_frames_are_cut_short_and_leave_nothing_behind(gateway:
 
 def test_a_stranger_cannot_fill_a_message_by_fragments(gateway: AttackedGateway) -> None:
     with gateway.raw() as peer:
-        piece = frame(CONTINUATION, 16 * 1024) + bytes(16 * 1024)
-        pieces = itertools.chain([frame(TEXT_UNFINISHED, 1) + b" "], itertools.repeat(piece, 512))
+        piece = make_frame_head(CONTINUATION, 16 * 1024) + bytes(16 * 1024)
+        pieces = itertools.chain([make_frame_head(TEXT_UNFINISHED, 1) + b" "], itertools.repeat(piece, 512))
         assert send_until_refused(peer, pieces) < 8 * MIB
         assert ended(peer)
 
 
 @pytest.mark.parametrize(
     ("first", "flood"),
-    [(frame(TEXT_UNFINISHED, 1) + b" ", frame(CONTINUATION, 0)), (b"", frame(PING, 0))],
+    [
+        (make_frame_head(TEXT_UNFINISHED, 1) + b" ", make_frame_head(CONTINUATION, 0)),
+        (b"", make_frame_head(PING, 0)),
+    ],
     ids=["empty continuations", "pings"],
 )
 def test_a_flood_of_empty_frames_delays_nobody(gateway: AttackedGateway, first: bytes, flood: bytes) -> None:
@@ -93,7 +96,7 @@ def test_a_flood_of_empty_frames_delays_nobody(gateway: AttackedGateway, first: 
 
 def test_pongs_do_not_pile_up_for_a_peer_that_never_reads(gateway: AttackedGateway) -> None:
     before = gateway.resident_bytes
-    flood = (frame(PING, 125) + bytes(125)) * 500
+    flood = (make_frame_head(PING, 125) + bytes(125)) * 500
     with HealthProbe(gateway) as witness, ExitStack() as stack:
         peers = [stack.enter_context(gateway.raw(reads=False)) for _ in range(4)]
         until = time.monotonic() + SECONDS

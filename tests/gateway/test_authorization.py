@@ -18,9 +18,19 @@ from antiphon.gateway.http.routes import HttpRoutes
 from antiphon.gateway.methods import METHODS_BY_NAME
 from antiphon.job_operations import JobSpec, parse_job_input
 from antiphon.operations import HistoryFilter, ListFilter, Operations, SpawnRequest
-from support.app_fixture import BOUND, MAIN, OPERATOR, dump, raw, tool, until
-from support.gateway_http import EVERYTHING, HOOK_TOKEN
-from support.gateway_ws import ADMIN, READ, WRITE, Answer, Client, GatewayFixture, connect_params, opened
+from support.app_fixture import BOUND, MAIN, OPERATOR, make_tool, wait_until
+from support.databases import dump_database, query_database
+from support.gateway_http import ALL_ENDPOINTS, HOOK_TOKEN
+from support.gateway_ws import (
+    ADMIN,
+    READ,
+    WRITE,
+    Answer,
+    Client,
+    GatewayFixture,
+    connect_params,
+    open_gateway,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("V3", "W7", "SEC4")]
 
@@ -180,11 +190,11 @@ async def _peek(operations: Operations, call: ToolRequest) -> ToolOutput:
 
 @asynccontextmanager
 async def _stage(path: Path, mode: str) -> AsyncGenerator[GatewayFixture]:
-    settings = {**EVERYTHING, "gateway": {**EVERYTHING["gateway"], "auth": MODES[mode]}}
-    async with opened(
+    settings = {**ALL_ENDPOINTS, "gateway": {**ALL_ENDPOINTS["gateway"], "auth": MODES[mode]}}
+    async with open_gateway(
         path,
         settings=settings,
-        tools=lambda operations: [tool("peek", lambda call: _peek(operations, call), acts=False)],
+        tools=lambda operations: [make_tool("peek", lambda call: _peek(operations, call), acts=False)],
     ) as gateway:
         from antiphon.operations import IncomingMessage
 
@@ -194,13 +204,13 @@ async def _stage(path: Path, mode: str) -> AsyncGenerator[GatewayFixture]:
         await gateway.operations.open(OPERATOR, SPARE)
         await _leave_something_undelivered(gateway)
         await gateway.app.schedules.add(OPERATOR, parse_job_input(JobSpec, JOB))
-        await until(lambda: _is_quiet(gateway))
+        await wait_until(lambda: _is_quiet(gateway))
         yield gateway
 
 
 async def _is_quiet(gateway: GatewayFixture) -> bool:
     """Whether everything that was begun has come to its end, so that only requests change rows from here on."""
-    (left,) = raw(
+    (left,) = query_database(
         gateway.database,
         "SELECT (SELECT count(*) FROM runs WHERE ended_at IS NULL)"
         " + (SELECT count(*) FROM tasks WHERE phase <> 'settled' OR announced = 'pending')"
@@ -218,12 +228,12 @@ async def _leave_something_undelivered(gateway: GatewayFixture) -> None:
     async def given_up() -> bool:
         return "dead" in (await gateway.operations.list_deliveries(OPERATOR)).standing
 
-    await until(given_up)
+    await wait_until(given_up)
 
 
 def _changed(gateway: GatewayFixture, before: dict[str, list[tuple[Any, ...]]]) -> list[str]:
     """The tables that are not as they were; the index of words is brought up to date whenever there is time."""
-    now = dump(gateway.database)
+    now = dump_database(gateway.database)
     return [name for name in now if now[name] != before.get(name) and not name.startswith(INDEX)]
 
 
@@ -257,7 +267,7 @@ async def test_every_method_does_what_the_table_says_and_nothing_when_refused(
     tmp_path: Path, mode: str, scope: str | None
 ) -> None:
     async with _stage(tmp_path, mode) as gateway, _entered(gateway, mode, scope) as client:
-        before = dump(gateway.database)
+        before = dump_database(gateway.database)
         refused = [name for name, (needed, _) in TABLE.items() if needed not in CLOSURE[scope]]
         for name in refused:
             answer = await client.ask(name, await _arguments(gateway, name))
@@ -278,7 +288,7 @@ async def test_commands_in_texts_and_other_side_doors_need_what_the_front_door_n
     tmp_path: Path, scope: str | None
 ) -> None:
     async with _stage(tmp_path, "token") as gateway, _entered(gateway, "token", scope) as client:
-        before = dump(gateway.database)
+        before = dump_database(gateway.database)
         words = ("/new", "/reset", " /RESET ", *(("/stop", "/send off") if scope != WRITE else ()))
         for word in words:
             for name, key in (
@@ -343,7 +353,7 @@ async def test_every_route_does_what_the_table_says_and_nothing_when_refused(
     async with _stage(tmp_path, mode) as gateway, gateway.http() as http:
         http.headers.clear()
         headers = _headers(gateway, mode, scope)
-        before = dump(gateway.database)
+        before = dump_database(gateway.database)
         for route, (needed, _) in ROUTES.items():
             if needed not in (*CLOSURE[scope], "nobody"):
                 response = await _request(http, route, headers)
@@ -364,7 +374,7 @@ async def test_every_route_does_what_the_table_says_and_nothing_when_refused(
 async def test_nothing_but_what_is_public_is_answered_without_credentials(tmp_path: Path, mode: str) -> None:
     async with _stage(tmp_path, mode) as gateway, gateway.http() as http:
         http.headers.clear()
-        before = dump(gateway.database)
+        before = dump_database(gateway.database)
         for headers in (
             {},
             {"Authorization": "Basic eDp5"},

@@ -9,7 +9,7 @@ import pytest
 
 from antiphon.gateway.ws import connection, fast_send, frames
 from antiphon.gateway.ws.connection import SendQueueTotal, WebSocketConnection
-from support.app_fixture import BOUND, soon, until
+from support.app_fixture import BOUND, wait_for_event, wait_until
 from support.gateway_ws import GatewayFixture
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W3")]
@@ -68,7 +68,7 @@ async def test_what_was_sent_or_given_up_does_not_wait_any_more() -> None:
             one.enqueue(text)
         assert together.waiting_bytes > 400
         if send is stuck:
-            await soon(sending)
+            await wait_for_event(sending)
             writer.cancel()
         one.close(1000, "")
         await asyncio.wait({writer}, timeout=BOUND)
@@ -88,7 +88,7 @@ async def test_a_client_that_is_gone_leaves_nothing_behind(gateway: GatewayFixtu
     async with gateway.client() as client:
         await client.call("sessions.subscribe")
         await client.settled()
-    await until(gone)
+    await wait_until(gone)
 
 
 @pytest.mark.parametrize(

@@ -18,17 +18,17 @@ from antiphon.access import Caller
 from antiphon.errors import AntiphonError
 from antiphon.operations import HistoryFilter, IncomingMessage, Operations
 from antiphon.runtimes import Prompt
-from support.app_fixture import BOUND, MAIN, OPERATOR, soon
-from support.gateway_http import EVERYTHING, HOOK_TOKEN, echo
-from support.gateway_ws import READ, WRITE, Client, GatewayFixture, opened
+from support.app_fixture import BOUND, MAIN, OPERATOR, wait_for_event
+from support.gateway_http import ALL_ENDPOINTS, HOOK_TOKEN, echo
+from support.gateway_ws import READ, WRITE, Client, GatewayFixture, open_gateway
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("V3", "W2", "W5")]
 
 OTHER = "agent:main:dashboard:other"
 SETTINGS = {
-    **EVERYTHING,
+    **ALL_ENDPOINTS,
     "store": {"messageMaxBytes": 2000},
-    "hooks": {**EVERYTHING["hooks"], "allowRequestSessionKey": True},
+    "hooks": {**ALL_ENDPOINTS["hooks"], "allowRequestSessionKey": True},
     "session": {"sendPolicy": {"rules": [{"action": "deny", "match": {"keyPrefix": "dashboard:mute"}}]}},
 }
 
@@ -201,7 +201,7 @@ ENTRANCES: dict[str, Enter] = {
 
 @pytest.fixture
 async def house(tmp_path: Path, anyio_backend: str) -> AsyncGenerator[GatewayFixture]:
-    async with opened(tmp_path, settings=SETTINGS) as gateway:
+    async with open_gateway(tmp_path, settings=SETTINGS) as gateway:
         yield gateway
 
 
@@ -325,11 +325,11 @@ async def test_stopping_stops_what_runs_and_says_whether_anything_did(tmp_path: 
         await asyncio.Event().wait()
         return await echo(prompt)
 
-    async with opened(tmp_path, agent, settings=SETTINGS) as gateway, connect(gateway, WRITE) as door:
+    async with open_gateway(tmp_path, agent, settings=SETTINGS) as gateway, connect(gateway, WRITE) as door:
         await gateway.operations.submit(
             OPERATOR, IncomingMessage(session=OTHER, content="x", idempotency_key="r1")
         )
-        await soon(going)
+        await wait_for_event(going)
         assert await door.stop(OTHER) is True
         view = await gateway.operations.wait(OPERATOR, "r1", BOUND)
         assert (view.has_ended, view.state) == (True, "cancelled")

@@ -27,8 +27,8 @@ from antiphon.gateway.methods import METHODS_BY_NAME
 from antiphon.gateway.ws import frames
 from antiphon.gateway.ws.handshake import ConnectParams
 from support.app_fixture import BOUND, MAIN
-from support.gateway_http import EVERYTHING, HOOK_TOKEN
-from support.gateway_ws import Client, GatewayFixture, connect_params, opened
+from support.gateway_http import ALL_ENDPOINTS, HOOK_TOKEN
+from support.gateway_ws import Client, GatewayFixture, connect_params, open_gateway
 
 pytestmark = [pytest.mark.requirement("W1")]
 
@@ -183,7 +183,7 @@ async def _survives(client: Client) -> int:
 async def test_strangers_of_any_kind_are_let_in_or_turned_away(tmp_path: Path, faults: list[str]) -> None:
     chance = random.Random(SEED)
     codes: set[int] = set()
-    async with opened(tmp_path, settings={"gateway": {"auth": {"mode": "none"}}}) as gateway:
+    async with open_gateway(tmp_path, settings={"gateway": {"auth": {"mode": "none"}}}) as gateway:
         for number in range(RAW):
             async with gateway.connect_unauthenticated() as client:
                 if number % 2:
@@ -235,7 +235,7 @@ def elsewhere(path: Path) -> Generator[GatewayFixture]:
     found: list[GatewayFixture] = []
 
     async def host() -> None:
-        async with opened(path, settings=EVERYTHING) as gateway:
+        async with open_gateway(path, settings=ALL_ENDPOINTS) as gateway:
             found.append(gateway)
             ready.set()
             await asyncio.to_thread(over.wait)

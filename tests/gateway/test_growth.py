@@ -16,7 +16,7 @@ from antiphon.bus.local import LocalBus
 from antiphon.gateway.http.limits import LimitedHttpProtocol
 from antiphon.gateway.ws.connection import WebSocketConnection
 from antiphon.gateway.ws.fast_send import LimitedWebSocketProtocol
-from support.app_fixture import OPERATOR, until
+from support.app_fixture import OPERATOR, wait_until
 from support.gateway_ws import Client, GatewayFixture
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W2")]
@@ -100,7 +100,7 @@ async def emptied(left: Callable[[], dict[str, int]]) -> None:
         return left() == {}
 
     with suppress(TimeoutError):
-        await until(nothing)
+        await wait_until(nothing)
     assert left() == {}
 
 

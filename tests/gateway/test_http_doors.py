@@ -17,8 +17,8 @@ from antiphon.gateway.http import limits as heads
 from antiphon.gateway.http import responses
 from antiphon.runtimes import Prompt
 from support.app_fixture import BOUND, MAIN
-from support.gateway_http import HttpGatewayFixture, served
-from support.gateway_ws import GatewayFixture, opened
+from support.gateway_http import HttpGatewayFixture, open_http_gateway
+from support.gateway_ws import GatewayFixture, open_gateway
 
 pytestmark = pytest.mark.anyio
 
@@ -98,7 +98,7 @@ async def test_wrong_secrets_are_counted_over_all_doors_and_then_refused_before_
     tmp_path: Path,
 ) -> None:
     clock = ManualClock()
-    async with served(tmp_path, clock=clock) as http_gateway:
+    async with open_http_gateway(tmp_path, clock=clock) as http_gateway:
         wrong = {"Authorization": "Bearer wrong"}
         for number in range(10):
             path = "/metrics" if number % 2 else HISTORY
@@ -120,7 +120,7 @@ async def test_wrong_secrets_are_counted_over_all_doors_and_then_refused_before_
 
 @pytest.mark.requirement("W7")
 async def test_wrong_secrets_of_hooks_are_counted_apart(tmp_path: Path) -> None:
-    async with served(tmp_path, mode="password", clock=ManualClock()) as http_gateway:
+    async with open_http_gateway(tmp_path, mode="password", clock=ManualClock()) as http_gateway:
         hook, password = ({"Authorization": f"Bearer {secret}"} for secret in ("a-hook-token", "a password"))
         for _ in range(10):
             assert (await http_gateway.stranger.post("/hooks/wake", headers=password)).status_code == 401
@@ -140,7 +140,7 @@ async def test_a_secret_in_an_address_is_refused(http_gateway: HttpGatewayFixtur
 
 @pytest.mark.requirement("W7")
 async def test_without_credentials_only_this_machines_names_are_answered(tmp_path: Path) -> None:
-    async with served(tmp_path, mode="none") as http_gateway:
+    async with open_http_gateway(tmp_path, mode="none") as http_gateway:
         assert (await http_gateway.stranger.get("/metrics")).status_code == 200
         for host in ("evil.example", "127.0.0.1.evil.example:80", ""):
             assert (await http_gateway.stranger.get("/metrics", headers={"Host": host})).status_code == 403
@@ -330,7 +330,7 @@ async def test_figures_count_what_happened_and_name_nothing_that_a_client_wrote(
 
 @pytest.mark.requirement("W5")
 async def test_each_gateway_has_its_own_figures(tmp_path: Path) -> None:
-    async with served(tmp_path / "a") as one, served(tmp_path / "b") as other:
+    async with open_http_gateway(tmp_path / "a") as one, open_http_gateway(tmp_path / "b") as other:
         await one.ask("one")
         assert 'outcome="ok"' in (await one.http.get("/metrics")).text
         assert 'outcome="ok"' not in (await other.http.get("/metrics")).text
@@ -338,7 +338,7 @@ async def test_each_gateway_has_its_own_figures(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("W5")
 async def test_what_is_switched_off_is_not_there(tmp_path: Path) -> None:
-    async with served(tmp_path, settings={}) as http_gateway:
+    async with open_http_gateway(tmp_path, settings={}) as http_gateway:
         for path in ("/v1/chat/completions", "/v1/responses", "/v1/models", "/hooks/agent", "/hooks/wake"):
             reply = await http_gateway.http.post(path, json={})
             assert reply.status_code == 404, path
@@ -424,7 +424,7 @@ async def test_who_came_in_time_may_be_answered_later(
         await go.wait()
         return "late"
 
-    async with opened(tmp_path, agent) as gateway, gateway.client() as client, gateway.http() as http:
+    async with open_gateway(tmp_path, agent) as gateway, gateway.client() as client, gateway.http() as http:
         asking = asyncio.create_task(http.post("/v1/responses", json=BODIES["/v1/responses"]))
         assert await _answer_to(gateway) == b""  # which comes when that time has passed
         go.set()
@@ -435,7 +435,7 @@ async def test_who_came_in_time_may_be_answered_later(
 @pytest.mark.requirement("W5")
 async def test_there_are_only_so_many_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "MAX_CONNECTIONS", 3)
-    async with opened(tmp_path) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path) as gateway, gateway.client() as client:
         held = [await _connected(gateway) for _ in range(3)]
         assert await asyncio.wait_for(held[0][0].read(), BOUND) == b"", "the oldest makes room"
         async with gateway.http() as http:
@@ -450,7 +450,7 @@ async def test_there_are_only_so_many_connections(tmp_path: Path, monkeypatch: p
 @pytest.mark.requirement("W5")
 async def test_no_more_than_that_are_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "MAX_CONNECTIONS", 1)
-    async with opened(tmp_path) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path) as gateway, gateway.client() as client:
         reader, writer = await _connected(gateway)
         assert await asyncio.wait_for(reader.read(), BOUND) == b"", "who has authenticated is not hung up on"
         writer.close()

@@ -12,8 +12,17 @@ import pytest
 from antiphon.gateway.http import responses
 from antiphon.messages import AssistantMessage
 from antiphon.runtimes import Prompt
-from support.app_fixture import BOUND, MAIN, OPERATOR, calls, soon, text, tool, until
-from support.gateway_http import HttpGatewayFixture, served, streamed
+from support.app_fixture import (
+    BOUND,
+    MAIN,
+    OPERATOR,
+    make_answer,
+    make_tool,
+    make_tool_calls,
+    wait_for_event,
+    wait_until,
+)
+from support.gateway_http import HttpGatewayFixture, open_event_stream, open_http_gateway
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W4")]
 
@@ -52,9 +61,9 @@ async def test_pages_lead_back_to_the_beginning(http_gateway: HttpGatewayFixture
 @pytest.mark.requirement("003-http-history-parameters")
 async def test_tool_results_are_shown_when_asked_for(tmp_path: Path) -> None:
     async def agent(prompt: Prompt) -> AssistantMessage:
-        return calls("look") if len(prompt.messages) == 1 else text("seen")
+        return make_tool_calls("look") if len(prompt.messages) == 1 else make_answer("seen")
 
-    async with served(tmp_path, agent, tools=lambda _: [_look()]) as http_gateway:
+    async with open_http_gateway(tmp_path, agent, tools=lambda _: [_look()]) as http_gateway:
         await http_gateway.ask("go")
         roles = [item["role"] for item in (await http_gateway.http.get(HISTORY)).json()["items"]]
         all_roles = [
@@ -71,7 +80,7 @@ def _look() -> Any:
     async def look(call: ToolRequest) -> ToolOutput:
         return ToolOutput(text="a view")
 
-    return tool("look", look)
+    return make_tool("look", look)
 
 
 async def test_a_wrong_question_is_answered_with_400_and_the_name_of_the_field(
@@ -129,7 +138,7 @@ async def test_a_stream_begins_with_the_history_and_goes_on_with_each_entry(
     http_gateway: HttpGatewayFixture,
 ) -> None:
     await http_gateway.ask("one")
-    async with streamed(http_gateway.http, f"{HISTORY}?follow=1&limit=1") as stream:
+    async with open_event_stream(http_gateway.http, f"{HISTORY}?follow=1&limit=1") as stream:
         assert stream.response.headers["content-type"].startswith("text/event-stream")
         assert stream.response.headers["x-content-type-options"] == "nosniff"
         first, history = await stream.take(2)
@@ -149,7 +158,9 @@ async def test_a_stream_begins_with_the_history_and_goes_on_with_each_entry(
 
 async def test_an_accept_header_asks_for_a_stream_too(http_gateway: HttpGatewayFixture) -> None:
     await http_gateway.ask("one")
-    async with streamed(http_gateway.http, HISTORY, headers={"Accept": "text/event-stream"}) as stream:
+    async with open_event_stream(
+        http_gateway.http, HISTORY, headers={"Accept": "text/event-stream"}
+    ) as stream:
         assert (await stream.take(2))[1].event == "history"
     head = await http_gateway.http.head(f"{HISTORY}?follow=1")
     assert (head.status_code, head.content) == (200, b"")
@@ -157,13 +168,13 @@ async def test_an_accept_header_asks_for_a_stream_too(http_gateway: HttpGatewayF
 
 async def test_a_live_stream_leaves_tool_results_out_unless_they_are_wanted(tmp_path: Path) -> None:
     async def agent(prompt: Prompt) -> AssistantMessage:
-        return calls("look") if len(prompt.messages) == 1 else text("seen")
+        return make_tool_calls("look") if len(prompt.messages) == 1 else make_answer("seen")
 
-    async with served(tmp_path, agent, tools=lambda _: [_look()]) as http_gateway:
+    async with open_http_gateway(tmp_path, agent, tools=lambda _: [_look()]) as http_gateway:
         await http_gateway.app.operations.open(OPERATOR, MAIN)
         async with (
-            streamed(http_gateway.http, f"{HISTORY}?follow=1") as plain,
-            streamed(http_gateway.http, f"{HISTORY}?follow=1&includeTools=1") as full,
+            open_event_stream(http_gateway.http, f"{HISTORY}?follow=1") as plain,
+            open_event_stream(http_gateway.http, f"{HISTORY}?follow=1&includeTools=1") as full,
         ):
             await asyncio.gather(plain.take(2), full.take(2))
             await http_gateway.ask("go")
@@ -177,11 +188,13 @@ async def test_whoever_comes_back_gets_what_it_missed_and_nothing_twice(
     http_gateway: HttpGatewayFixture,
 ) -> None:
     await http_gateway.ask("one")
-    async with streamed(http_gateway.http, f"{HISTORY}?follow=1") as stream:
+    async with open_event_stream(http_gateway.http, f"{HISTORY}?follow=1") as stream:
         place = (await stream.take(2))[1].id
     assert place is not None
     await http_gateway.ask("two")
-    async with streamed(http_gateway.http, f"{HISTORY}?follow=1", headers={"Last-Event-ID": place}) as stream:
+    async with open_event_stream(
+        http_gateway.http, f"{HISTORY}?follow=1", headers={"Last-Event-ID": place}
+    ) as stream:
         events = await stream.take(3)
         assert [event.event for event in events[1:]] == ["message", "message"]
         assert [event.json["messageSeq"] for event in events[1:]] == [3, 4]
@@ -200,7 +213,7 @@ async def test_many_readers_that_are_cut_off_while_much_is_said_see_every_entry_
         seen: list[int] = []
         headers: dict[str, str] = {}
         while len(seen) < 2 * runs:
-            async with streamed(
+            async with open_event_stream(
                 http_gateway.http, f"{HISTORY}?follow=1&limit=1000", headers=headers
             ) as stream:
                 await stream.next()  # retry
@@ -228,7 +241,7 @@ async def test_a_reader_is_told_of_a_gap_where_its_place_is_gone(http_gateway: H
     await http_gateway.ask("one")
     page = (await http_gateway.http.get(HISTORY)).json()
     for place, reason in ((f"{page['sessionId']}:99", "ahead"), ("other:1", "reset"), ("nonsense", "reset")):
-        async with streamed(
+        async with open_event_stream(
             http_gateway.http, f"{HISTORY}?follow=1", headers={"Last-Event-ID": place}
         ) as stream:
             _, gap, history = await stream.take(3)
@@ -238,14 +251,14 @@ async def test_a_reader_is_told_of_a_gap_where_its_place_is_gone(http_gateway: H
 
 async def test_a_reset_is_told_and_the_new_conversation_followed(http_gateway: HttpGatewayFixture) -> None:
     await http_gateway.ask("one")
-    async with streamed(http_gateway.http, f"{HISTORY}?follow=1") as stream:
+    async with open_event_stream(http_gateway.http, f"{HISTORY}?follow=1") as stream:
         old = (await stream.take(2))[1].json["sessionId"]
         new = (await http_gateway.app.operations.renew(OPERATOR, MAIN)).session_id
         gap = await stream.next()
         assert (gap.event, gap.json) == ("gap", {"sessionKey": MAIN, "sessionId": new, "reason": "reset"})
         await http_gateway.ask("two")
         assert [event.id for event in await stream.take(2)] == [f"{new}:1", f"{new}:2"]
-    async with streamed(
+    async with open_event_stream(
         http_gateway.http, f"{HISTORY}?follow=1", headers={"Last-Event-ID": f"{old}:2"}
     ) as stream:
         _, gap, history = await stream.take(3)
@@ -256,10 +269,10 @@ async def test_a_reset_is_told_and_the_new_conversation_followed(http_gateway: H
 async def test_readers_that_leave_are_not_listened_for_any_longer(http_gateway: HttpGatewayFixture) -> None:
     await http_gateway.ask("one")
     for _ in range(3):
-        async with streamed(http_gateway.http, f"{HISTORY}?follow=1") as stream:
+        async with open_event_stream(http_gateway.http, f"{HISTORY}?follow=1") as stream:
             await stream.take(2)
-            await until(_open(http_gateway, 1))
-        await until(_open(http_gateway, 0))
+            await wait_until(_open(http_gateway, 1))
+        await wait_until(_open(http_gateway, 0))
 
 
 def _open(http_gateway: HttpGatewayFixture, number: int) -> Any:
@@ -271,11 +284,11 @@ def _open(http_gateway: HttpGatewayFixture, number: int) -> Any:
 
 async def test_streams_end_at_once_when_the_gateway_closes(http_gateway: HttpGatewayFixture) -> None:
     await http_gateway.ask("one")
-    async with streamed(http_gateway.http, f"{HISTORY}?follow=1") as stream:
+    async with open_event_stream(http_gateway.http, f"{HISTORY}?follow=1") as stream:
         await stream.take(2)
         http_gateway.state.closing.set()
         assert await stream.rest() == []
-    await until(_open(http_gateway, 0))
+    await wait_until(_open(http_gateway, 0))
 
 
 async def test_the_stream_of_a_token_ends_when_it_is_revoked(
@@ -285,15 +298,15 @@ async def test_the_stream_of_a_token_ends_when_it_is_revoked(
     await http_gateway.ask("one")
     reader = http_gateway.limited("operator.read")
     async with (
-        streamed(http_gateway.stranger, f"{HISTORY}?follow=1", headers=reader) as revoked,
-        streamed(http_gateway.http, f"{HISTORY}?follow=1") as other,
+        open_event_stream(http_gateway.stranger, f"{HISTORY}?follow=1", headers=reader) as revoked,
+        open_event_stream(http_gateway.http, f"{HISTORY}?follow=1") as other,
     ):
         await revoked.take(2)
         await other.take(2)
         await revoked.next()  # a keep-alive, while the token counts
         http_gateway.tokens.revoke_token(http_gateway.tokens.records[-1].name)
         await revoked.rest()
-        await until(_open(http_gateway, 1))
+        await wait_until(_open(http_gateway, 1))
         await other.next()
 
 
@@ -307,12 +320,12 @@ async def test_asking_for_the_head_of_a_stream_opens_none(http_gateway: HttpGate
 async def test_there_are_only_so_many_streams(http_gateway: HttpGatewayFixture) -> None:
     await http_gateway.ask("one")
     http_gateway.web.slots.max_open = 1
-    async with streamed(http_gateway.http, f"{HISTORY}?follow=1") as stream:
+    async with open_event_stream(http_gateway.http, f"{HISTORY}?follow=1") as stream:
         await stream.take(2)
         reply = await http_gateway.http.get(f"{HISTORY}?follow=1")
         assert (reply.status_code, reply.json()["error"]["type"]) == (503, "unavailable")
         assert (await http_gateway.http.get(HISTORY)).status_code == 200
-        await until(_open(http_gateway, 1))
+        await wait_until(_open(http_gateway, 1))
 
 
 async def test_a_reader_that_does_not_read_is_dropped(
@@ -328,7 +341,7 @@ async def test_a_reader_that_does_not_read_is_dropped(
         writer.write(f"GET {HISTORY}?follow=1 HTTP/1.1\r\nHost: x\r\nAuthorization: {token}\r\n\r\n".encode())
         await asyncio.wait_for(reader.readuntil(b"event: history"), BOUND)
         await http_gateway.ask("this cannot be told to it")
-        await until(_open(http_gateway, 0))
+        await wait_until(_open(http_gateway, 0))
     finally:
         writer.close()
 
@@ -342,11 +355,11 @@ async def test_kill_stops_what_runs(tmp_path: Path) -> None:
         await asyncio.Event().wait()
         return ""
 
-    async with served(tmp_path, agent) as http_gateway:
+    async with open_http_gateway(tmp_path, agent) as http_gateway:
         kill = f"/sessions/{quote(MAIN, safe='')}/kill"
         assert (await http_gateway.http.post(kill)).status_code == 404
         asking = asyncio.create_task(http_gateway.ask("wait"))
-        await soon(began)
+        await wait_for_event(began)
         refused = await http_gateway.stranger.post(kill, headers=http_gateway.limited("operator.read"))
         assert (refused.status_code, refused.json()["error"]["type"]) == (403, "forbidden")
         assert (await http_gateway.http.post(kill)).json() == {"ok": True, "killed": True}
@@ -369,7 +382,7 @@ async def test_a_conversation_that_ends_while_it_is_opened_is_told_as_reset(
             yield event
 
     monkeypatch.setattr(operations, "follow", first_renewed)
-    async with streamed(http_gateway.http, f"{HISTORY}?follow=1") as stream:
+    async with open_event_stream(http_gateway.http, f"{HISTORY}?follow=1") as stream:
         _, _, gap, history = await stream.take(4)
         assert (gap.event, gap.json["reason"]) == ("gap", "reset")
         assert history.json["sessionId"] == gap.json["sessionId"] == renewed[0]

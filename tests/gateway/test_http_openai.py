@@ -17,8 +17,17 @@ from antiphon.gateway.http.run_stream import StreamedText
 from antiphon.messages import AssistantMessage, UserMessage
 from antiphon.operations import HistoryFilter, ListFilter
 from antiphon.runtimes import Deltas, Prompt
-from support.app_fixture import BOUND, MAIN, OPERATOR, calls, soon, text, tool, until
-from support.gateway_http import EVERYTHING, HttpGatewayFixture, served, streamed
+from support.app_fixture import (
+    BOUND,
+    MAIN,
+    OPERATOR,
+    make_answer,
+    make_tool,
+    make_tool_calls,
+    wait_for_event,
+    wait_until,
+)
+from support.gateway_http import ALL_ENDPOINTS, HttpGatewayFixture, open_event_stream, open_http_gateway
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
 
@@ -45,7 +54,7 @@ async def words(prompt: Prompt) -> AsyncGenerator[str, None]:
 
 
 async def test_a_completion_is_the_reply_of_a_run(tmp_path: Path) -> None:
-    async with served(tmp_path, None) as http_gateway, client_of(http_gateway) as client:
+    async with open_http_gateway(tmp_path, None) as http_gateway, client_of(http_gateway) as client:
         answer = await client.chat.completions.create(model="antiphon", messages=[user("say hello there")])
         assert answer.choices[0].message.content == "hello there"
         assert (answer.choices[0].finish_reason, answer.object, answer.model) == (
@@ -65,7 +74,7 @@ async def test_a_completion_is_the_reply_of_a_run(tmp_path: Path) -> None:
 
 
 async def test_a_streamed_completion_is_the_same_in_pieces(tmp_path: Path) -> None:
-    async with served(tmp_path, None) as http_gateway, client_of(http_gateway) as client:
+    async with open_http_gateway(tmp_path, None) as http_gateway, client_of(http_gateway) as client:
         stream = await client.chat.completions.create(
             model="antiphon/default",
             messages=[user("slow 0.3 a fairly long answer in many words, with ünïcode")],
@@ -86,7 +95,7 @@ async def test_a_streamed_completion_is_the_same_in_pieces(tmp_path: Path) -> No
 
 
 async def test_pieces_add_up_to_the_reply_however_they_come(tmp_path: Path) -> None:
-    async with served(tmp_path, words) as http_gateway, client_of(http_gateway) as client:
+    async with open_http_gateway(tmp_path, words) as http_gateway, client_of(http_gateway) as client:
 
         async def one(number: int) -> str:
             stream = await client.chat.completions.create(
@@ -95,7 +104,7 @@ async def test_pieces_add_up_to_the_reply_however_they_come(tmp_path: Path) -> N
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
         assert await asyncio.gather(*(one(number) for number in range(20))) == ["one two three"] * 20
-        await until(_quiet(http_gateway))
+        await wait_until(_quiet(http_gateway))
 
 
 def _quiet(http_gateway: HttpGatewayFixture) -> Any:
@@ -107,15 +116,20 @@ def _quiet(http_gateway: HttpGatewayFixture) -> Any:
 
 async def test_the_stream_ends_with_done(http_gateway: HttpGatewayFixture) -> None:
     body = {"model": "antiphon", "messages": [user("x")], "stream": True}
-    async with streamed(http_gateway.http, "/v1/chat/completions", method="POST", json=body) as stream:
+    async with open_event_stream(
+        http_gateway.http, "/v1/chat/completions", method="POST", json=body
+    ) as stream:
         events = await stream.rest()
         assert events[-1].data == "[DONE]"
         assert "usage" not in events[0].json
 
 
 async def test_a_model_is_an_agent(tmp_path: Path) -> None:
-    settings = {**EVERYTHING, "agents": {"list": [{"id": "main"}, {"id": "work"}]}}
-    async with served(tmp_path, None, settings=settings) as http_gateway, client_of(http_gateway) as client:
+    settings = {**ALL_ENDPOINTS, "agents": {"list": [{"id": "main"}, {"id": "work"}]}}
+    async with (
+        open_http_gateway(tmp_path, None, settings=settings) as http_gateway,
+        client_of(http_gateway) as client,
+    ):
         for model, agent in (
             ("antiphon", "main"), ("antiphon/default", "main"), ("antiphon/work", "work"), ("antiphon:work", "work"),
             ("agent:work", "work"), ("openclaw", "main"), ("openclaw/work", "work"), ("openclaw:default", "main"),
@@ -127,8 +141,11 @@ async def test_a_model_is_an_agent(tmp_path: Path) -> None:
 
 
 async def test_models_are_listed_and_others_are_not_found(tmp_path: Path) -> None:
-    settings = {**EVERYTHING, "agents": {"list": [{"id": "main"}, {"id": "work"}]}}
-    async with served(tmp_path, None, settings=settings) as http_gateway, client_of(http_gateway) as client:
+    settings = {**ALL_ENDPOINTS, "agents": {"list": [{"id": "main"}, {"id": "work"}]}}
+    async with (
+        open_http_gateway(tmp_path, None, settings=settings) as http_gateway,
+        client_of(http_gateway) as client,
+    ):
         models = [model.id async for model in client.models.list()]
         assert models == ["antiphon", "antiphon/main", "antiphon/work"]
         for model in ("gpt-5", "antiphon/nobody", "agent:", ""):
@@ -145,7 +162,7 @@ async def test_a_user_has_a_session_that_remembers(tmp_path: Path) -> None:
         seen.append(len(prompt.messages))
         return "yes"
 
-    async with served(tmp_path, agent) as http_gateway, client_of(http_gateway) as client:
+    async with open_http_gateway(tmp_path, agent) as http_gateway, client_of(http_gateway) as client:
         before: list[Any] = [user("old"), {"role": "assistant", "content": "answer"}]
         for earlier in (before[:0], before, before):
             answer = await client.chat.completions.create(
@@ -185,7 +202,7 @@ async def test_a_fresh_session_is_told_what_was_said_before_and_the_rules(tmp_pa
         prompts.append(prompt)
         return "yes"
 
-    async with served(tmp_path, agent) as http_gateway, client_of(http_gateway) as client:
+    async with open_http_gateway(tmp_path, agent) as http_gateway, client_of(http_gateway) as client:
         await client.chat.completions.create(
             model="antiphon",
             messages=[
@@ -216,7 +233,7 @@ async def test_images_are_taken_as_they_are_and_never_fetched(tmp_path: Path) ->
     def part(url: str) -> Any:
         return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
 
-    async with served(tmp_path, agent) as http_gateway, client_of(http_gateway) as client:
+    async with open_http_gateway(tmp_path, agent) as http_gateway, client_of(http_gateway) as client:
         url = f"data:image/png;base64,{PIXEL}"
         await client.chat.completions.create(model="antiphon", messages=[part(url)])
         content: Any = [
@@ -279,7 +296,7 @@ async def test_asking_again_with_the_same_key_is_the_same_run(http_gateway: Http
 
 
 async def test_a_run_that_fails_is_an_error_that_is_not_tried_again(tmp_path: Path) -> None:
-    async with served(tmp_path, None) as http_gateway:
+    async with open_http_gateway(tmp_path, None) as http_gateway:
         token = http_gateway.tokens.owner_token
         async with openai.AsyncOpenAI(
             base_url=f"{http_gateway.url}/v1", api_key=token, timeout=BOUND
@@ -302,9 +319,9 @@ async def test_a_run_that_fails_is_an_error_that_is_not_tried_again(tmp_path: Pa
 
 async def test_an_answer_that_reached_the_limit_says_so(tmp_path: Path) -> None:
     async def agent(prompt: Prompt) -> AssistantMessage:
-        return text("half an ans", stop_reason="length")
+        return make_answer("half an ans", stop_reason="length")
 
-    async with served(tmp_path, agent) as http_gateway, client_of(http_gateway) as client:
+    async with open_http_gateway(tmp_path, agent) as http_gateway, client_of(http_gateway) as client:
         answer = await client.chat.completions.create(model="antiphon", messages=[user("x")])
         assert (answer.choices[0].finish_reason, answer.choices[0].message.content) == (
             "length",
@@ -326,16 +343,16 @@ async def test_a_client_that_leaves_stops_nothing_and_is_not_waited_for(tmp_path
         await go.wait()
         return "done"
 
-    async with served(tmp_path, agent) as http_gateway:
+    async with open_http_gateway(tmp_path, agent) as http_gateway:
         for stream in (False, True):
             began.clear()
             go.clear()
             body = {"model": "antiphon", "messages": [user("x")], "stream": stream}
             asking = asyncio.create_task(http_gateway.http.post("/v1/chat/completions", json=body))
-            await soon(began)
+            await wait_for_event(began)
             asking.cancel()
             await asyncio.wait([asking])
-            await until(_quiet(http_gateway))
+            await wait_until(_quiet(http_gateway))
             go.set()
             view = await http_gateway.app.operations.wait(OPERATOR, runs[-1], BOUND)
             assert (view.state, view.reply) == ("ok", "done")
@@ -354,9 +371,9 @@ async def test_whoever_waits_is_told_when_the_gateway_closes(
         await asyncio.Event().wait()
         return ""
 
-    async with served(tmp_path, agent) as http_gateway:
+    async with open_http_gateway(tmp_path, agent) as http_gateway:
         asking = asyncio.create_task(http_gateway.http.post(path, json={"model": "antiphon", **more}))
-        await soon(began)
+        await wait_for_event(began)
         http_gateway.state.closing.set()
         reply = await asking
         assert reply.status_code == 503
@@ -385,10 +402,10 @@ async def test_a_run_that_was_stopped_is_no_answer(tmp_path: Path) -> None:
         await asyncio.Event().wait()
         return ""
 
-    async with served(tmp_path, agent) as http_gateway:
+    async with open_http_gateway(tmp_path, agent) as http_gateway:
         body = {"model": "antiphon", "messages": [user("x")], "user": "u"}
         asking = asyncio.create_task(http_gateway.http.post("/v1/chat/completions", json=body))
-        await soon(began)
+        await wait_for_event(began)
         await http_gateway.app.operations.stop(OPERATOR, "agent:main:openai-user:u")
         reply = await asking
         assert (reply.status_code, reply.json()["error"]["code"]) == (409, "cancelled")
@@ -402,7 +419,7 @@ async def test_a_response_is_a_run_and_the_next_one_goes_on_from_it(tmp_path: Pa
         seen.append(len(prompt.messages))
         return f"answer {len(seen)}"
 
-    async with served(tmp_path, agent) as http_gateway, client_of(http_gateway) as client:
+    async with open_http_gateway(tmp_path, agent) as http_gateway, client_of(http_gateway) as client:
         first = await client.responses.create(model="antiphon", input="one", instructions="Be brief.")
         assert (first.status, first.output_text) == ("completed", "answer 1")
         assert first.usage is not None
@@ -422,7 +439,7 @@ async def test_a_response_is_a_run_and_the_next_one_goes_on_from_it(tmp_path: Pa
 
 
 async def test_a_streamed_response_tells_every_part_in_order(tmp_path: Path) -> None:
-    async with served(tmp_path, None) as http_gateway, client_of(http_gateway) as client:
+    async with open_http_gateway(tmp_path, None) as http_gateway, client_of(http_gateway) as client:
         stream = await client.responses.create(
             model="antiphon", input=[{"role": "user", "content": "slow 0.2 one two three four"}], stream=True
         )
@@ -451,7 +468,7 @@ async def test_a_streamed_response_tells_every_part_in_order(tmp_path: Path) -> 
 
 
 async def test_the_clients_own_stream_helper_understands_it(tmp_path: Path) -> None:
-    async with served(tmp_path, words) as http_gateway, client_of(http_gateway) as client:
+    async with open_http_gateway(tmp_path, words) as http_gateway, client_of(http_gateway) as client:
         async with client.responses.stream(model="antiphon", input="x") as stream:
             async for _ in stream:
                 pass
@@ -463,7 +480,7 @@ async def test_the_clients_own_stream_helper_understands_it(tmp_path: Path) -> N
 
 
 async def test_a_streamed_response_that_fails_says_so(tmp_path: Path) -> None:
-    async with served(tmp_path, None) as http_gateway, client_of(http_gateway) as client:
+    async with open_http_gateway(tmp_path, None) as http_gateway, client_of(http_gateway) as client:
         stream = await client.responses.create(model="antiphon", input="fail today", stream=True)
         events = [event async for event in stream]
         last = events[-1]
@@ -487,13 +504,13 @@ async def test_what_is_said_before_a_tool_is_told_and_set_apart(tmp_path: Path) 
             first = len(prompt.messages) == 1
             said = "Let me look." if first else "It is fine."
             deltas.text(said)
-            blocks = calls("look").content if first else []
+            blocks = make_tool_calls("look").content if first else []
             return AssistantMessage(content=[TextBlock(text=said), *blocks], timestamp=1, stop_reason="stop")
 
         async def close(self) -> None: ...
 
     async with (
-        served(tmp_path, Talker(), tools=lambda _: [tool("look", look)]) as http_gateway,
+        open_http_gateway(tmp_path, Talker(), tools=lambda _: [make_tool("look", look)]) as http_gateway,
         client_of(http_gateway) as client,
     ):
         stream = await client.chat.completions.create(model="antiphon", messages=[user("x")], stream=True)
@@ -515,7 +532,7 @@ async def test_what_was_told_is_not_told_again_after_a_restart() -> None:
         words.add_delta(delta(3, restart=True)),
         words.add_delta(delta(4, "one ")),
         words.add_delta(delta(5, "two three")),
-        words.add_committed_step(text("one two three")),
+        words.add_committed_step(make_answer("one two three")),
     ]
     assert pieces == ["one ", "two ", "", "", "three", ""]
     assert words.sent_text == "one two three"
@@ -537,5 +554,5 @@ async def test_a_step_of_which_a_piece_was_missed_is_told_when_it_is_whole() -> 
     assert words.add_delta(delta(1, "one ")) == "one "
     assert words.add_delta(delta(3, "three ")) == ""
     assert words.add_delta(delta(4, "four")) == ""
-    assert words.add_committed_step(text("one two three four")) == "two three four"
+    assert words.add_committed_step(make_answer("one two three four")) == "two three four"
     assert words.add_delta(delta(5, "next")) == "\n\nnext"

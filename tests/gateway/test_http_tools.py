@@ -16,8 +16,8 @@ from antiphon.errors import Forbidden, NotFound, StoreFull
 from antiphon.gateway import tool_invocations
 from antiphon.operations import ListFilter
 from antiphon.runtimes import Prompt, ToolSpec
-from support.app_fixture import MAIN, OPERATOR, tool
-from support.gateway_http import HttpGatewayFixture, served
+from support.app_fixture import MAIN, OPERATOR, make_tool
+from support.gateway_http import HttpGatewayFixture, open_http_gateway
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
 
@@ -34,12 +34,12 @@ class Box:
         spec = ToolSpec(name="look", description="", parameters={"properties": {"action": {}}})
         yield Tool(spec=spec, invoke=self._look, acts=False)
         for name in ("sessions_send", "exec", "other"):
-            yield tool(name, self._look, acts=name != "other")
-        yield tool("refuses", self._refuses, acts=False)
-        yield tool("misses", self._misses, acts=False)
-        yield tool("breaks", self._breaks, acts=False)
-        yield tool("full", self._full, acts=False)
-        yield tool("hangs", self._hangs, acts=False)
+            yield make_tool(name, self._look, acts=name != "other")
+        yield make_tool("refuses", self._refuses, acts=False)
+        yield make_tool("misses", self._misses, acts=False)
+        yield make_tool("breaks", self._breaks, acts=False)
+        yield make_tool("full", self._full, acts=False)
+        yield make_tool("hangs", self._hangs, acts=False)
 
     async def _look(self, call: ToolRequest) -> ToolOutput:
         self.calls.append(call)
@@ -63,7 +63,7 @@ class Box:
 
 
 def opened(path: Path, box: Box, **gateway: Any) -> AbstractAsyncContextManager[HttpGatewayFixture]:
-    return served(path, settings={"agents": AGENTS, "gateway": gateway}, tools=box.tools)
+    return open_http_gateway(path, settings={"agents": AGENTS, "gateway": gateway}, tools=box.tools)
 
 
 async def invoke(
@@ -204,7 +204,7 @@ async def test_a_session_that_was_put_into_a_sandbox_stays_there(tmp_path: Path)
     async with opened(tmp_path, box) as http_gateway:
         await http_gateway.app.operations.open(OPERATOR, group)
     free = {"agents": {"list": [{"id": "main"}, {"id": "work"}]}}
-    async with served(tmp_path, settings=free, tools=box.tools) as http_gateway:
+    async with open_http_gateway(tmp_path, settings=free, tools=box.tools) as http_gateway:
         await invoke(http_gateway, {"tool": "other", "sessionKey": group})
         await invoke(http_gateway, {"tool": "other", "agentId": "work"})
         assert [call.caller.sandboxed for call in box.calls] == [True, False]
@@ -226,7 +226,7 @@ async def test_a_tool_may_wait_as_long_as_it_is_told_to(
         "gateway": {"tools": {"allow": ["sessions_send"]}},
         "tools": {"sessions": {"visibility": "all"}},
     }
-    async with served(tmp_path, _never, settings=settings) as http_gateway:
+    async with open_http_gateway(tmp_path, _never, settings=settings) as http_gateway:
         await http_gateway.app.operations.open(OPERATOR, "agent:main:dashboard:other")
         args = {"sessionKey": "agent:main:dashboard:other", "message": "hello", "timeoutSeconds": 1.5}
         status, body = await invoke(http_gateway, {"tool": "sessions_send", "args": args})

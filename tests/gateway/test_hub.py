@@ -10,7 +10,7 @@ import pytest
 from antiphon.gateway import hub
 from antiphon.gateway.auth import Authenticator, ClientIdentity
 from antiphon.gateway.ws import frames
-from support.gateway_ws import opened
+from support.gateway_ws import open_gateway
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W3")]
 
@@ -30,7 +30,7 @@ async def test_what_fails_once_is_logged_and_begins_again(
     monkeypatch.setattr(hub, "RESTART_DELAY_SECONDS", 0.0)
     monkeypatch.setattr(Authenticator, "is_still_valid", still_knows)
     with caplog.at_level(logging.ERROR):
-        async with opened(tmp_path) as gateway, gateway.client() as client:
+        async with open_gateway(tmp_path) as gateway, gateway.client() as client:
             await client.take("tick", 3)
             await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="k1")
             assert (await client.event("chat", state="final"))["runId"] == "k1"

@@ -14,7 +14,7 @@ from antiphon.operations import IncomingMessage
 from antiphon.operations.system_status import SystemStatus
 from antiphon.runtimes import Prompt
 from support.app_fixture import BOUND, MAIN, OPERATOR
-from support.gateway_http import HttpGatewayFixture, served
+from support.gateway_http import HttpGatewayFixture, open_http_gateway
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
 
@@ -45,7 +45,7 @@ async def test_what_waits_and_what_runs_is_counted_in_the_rows(tmp_path: Path) -
         await go_on.wait()
         return "done"
 
-    async with served(tmp_path, slow) as http_gateway:
+    async with open_http_gateway(tmp_path, slow) as http_gateway:
         message = IncomingMessage(session=MAIN, content="go")
         accepted = [await http_gateway.app.operations.submit(OPERATOR, message) for _ in range(3)]
         async with asyncio.timeout(BOUND):

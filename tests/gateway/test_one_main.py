@@ -12,15 +12,15 @@ import pytest
 
 from antiphon.runtimes import Prompt
 from support.app_fixture import BOUND, OPERATOR
-from support.gateway_http import EVERYTHING, HOOK_TOKEN
-from support.gateway_ws import Client, opened
+from support.gateway_http import ALL_ENDPOINTS, HOOK_TOKEN
+from support.gateway_ws import Client, open_gateway
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("K3")]
 
 SETTINGS: dict[str, Any] = {
-    **EVERYTHING,
-    "gateway": {**EVERYTHING["gateway"], "tools": {"allow": ["sessions_send", "sessions_spawn"]}},
-    "hooks": {**EVERYTHING["hooks"], "allowRequestSessionKey": True},
+    **ALL_ENDPOINTS,
+    "gateway": {**ALL_ENDPOINTS["gateway"], "tools": {"allow": ["sessions_send", "sessions_spawn"]}},
+    "hooks": {**ALL_ENDPOINTS["hooks"], "allowRequestSessionKey": True},
     "session": {"scope": "global"},
     "agents": {"list": [{"id": "main", "default": True}, {"id": "helper"}]},
     "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}},
@@ -72,7 +72,7 @@ async def test_every_door_takes_every_name_of_the_one_session_and_calls_it_main(
 ) -> None:
     agents = {"helper": helper}
     async with (
-        opened(tmp_path, main, settings=SETTINGS, agents=agents) as gateway,
+        open_gateway(tmp_path, main, settings=SETTINGS, agents=agents) as gateway,
         gateway.client() as client,
         gateway.http() as http,
     ):
@@ -130,7 +130,7 @@ async def test_every_door_takes_every_name_of_the_one_session_and_calls_it_main(
 async def test_whoever_is_spoken_to_answers_in_the_one_session(tmp_path: Path) -> None:
     agents = {"helper": helper}
     async with (
-        opened(tmp_path, main, settings=SETTINGS, agents=agents) as gateway,
+        open_gateway(tmp_path, main, settings=SETTINGS, agents=agents) as gateway,
         gateway.client() as client,
         gateway.http() as http,
     ):
@@ -164,7 +164,7 @@ async def test_whoever_is_spoken_to_answers_in_the_one_session(tmp_path: Path) -
 async def test_every_step_of_an_exchange_is_answered_by_whom_it_was_addressed_to(tmp_path: Path) -> None:
     agents = {"helper": helper}
     async with (
-        opened(tmp_path, main, settings=SETTINGS, agents=agents) as gateway,
+        open_gateway(tmp_path, main, settings=SETTINGS, agents=agents) as gateway,
         gateway.client() as client,
         gateway.http() as http,
     ):

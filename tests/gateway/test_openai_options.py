@@ -15,8 +15,9 @@ from antiphon.engine.runs import run_options
 from antiphon.gateway.openai.common import MAX_MESSAGES_PER_REQUEST
 from antiphon.operations import HistoryFilter
 from antiphon.runtimes import Prompt
-from support.app_fixture import BOUND, DATABASE, OPERATOR, raw
-from support.gateway_http import EVERYTHING, HttpGatewayFixture, served
+from support.app_fixture import BOUND, DATABASE, OPERATOR
+from support.databases import query_database
+from support.gateway_http import ALL_ENDPOINTS, HttpGatewayFixture, open_http_gateway
 from support.model_provider import Answer, Call, Provider
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
@@ -41,12 +42,12 @@ async def gateway(
     base = provider.url if api == "anthropic-messages" else f"{provider.url}/v1"
     models = [{"id": "m", "maxTokens": 500}]
     settings = {
-        **EVERYTHING,
+        **ALL_ENDPOINTS,
         "models": {"providers": {"local": {"baseUrl": base, "apiKey": "k", "api": api, "models": models}}},
         "agents": {"defaults": {"model": "local/m"}},
     }
     async with (
-        served(path, None, settings=settings) as http_gateway,
+        open_http_gateway(path, None, settings=settings) as http_gateway,
         openai.AsyncOpenAI(
             base_url=f"{http_gateway.url}/v1",
             api_key=http_gateway.tokens.owner_token,
@@ -165,7 +166,7 @@ async def test_a_request_carries_a_bounded_number_of_messages(
         await ask(messages[1:])
         assert len(provider.bodies) == 1
         # What is in the transcript is not kept with the run as well.
-        [run] = raw(tmp_path / DATABASE, "SELECT options FROM runs")
+        [run] = query_database(tmp_path / DATABASE, "SELECT options FROM runs")
         assert run["options"] == "{}"
 
 
@@ -421,7 +422,7 @@ async def test_what_a_request_set_survives_a_restart(tmp_path: Path) -> None:
         "tools": [WEATHER],
     }
     headers = {"idempotency-key": "k1"}
-    async with served(tmp_path, hang) as http_gateway:
+    async with open_http_gateway(tmp_path, hang) as http_gateway:
         asking = asyncio.create_task(
             http_gateway.http.post("/v1/chat/completions", json=body, headers=headers)
         )
@@ -429,7 +430,7 @@ async def test_what_a_request_set_survives_a_restart(tmp_path: Path) -> None:
             await begun.wait()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-    async with served(tmp_path, answer) as http_gateway:
+    async with open_http_gateway(tmp_path, answer) as http_gateway:
         reply = await http_gateway.http.post("/v1/chat/completions", json=body, headers=headers)
         assert reply.json()["choices"][0]["message"]["content"] == "yes"
         changed = await http_gateway.http.post(

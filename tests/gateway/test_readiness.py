@@ -13,7 +13,7 @@ from antiphon.engine.replicas import Replica
 from antiphon.errors import StoreFull
 from antiphon.store import Store, Tx
 from antiphon.store.queries import Query
-from support.gateway_http import served
+from support.gateway_http import open_http_gateway
 
 HISTORY = "/sessions/agent:main:main/history"
 LIMIT = Query("test.limit", "PRAGMA max_page_count = 1")  # SQLite takes the present size: not a page more
@@ -42,7 +42,7 @@ async def test_it_is_not_ready_while_nothing_can_be_kept(
         return stores[-1]
 
     monkeypatch.setattr(app, "open_store", opened)
-    async with served(tmp_path) as http_gateway:
+    async with open_http_gateway(tmp_path) as http_gateway:
         await http_gateway.ask("hello")
         assert (await http_gateway.stranger.get("/readyz")).json() == {"ready": True}
         monkeypatch.setattr("antiphon.store.sqlite.errors.MIN_FREE_DISK_BYTES", 2**62)  # no disk has that

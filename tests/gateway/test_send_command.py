@@ -12,12 +12,12 @@ import pytest
 from antiphon.operations import HistoryFilter, IncomingMessage
 from antiphon.runtimes import Prompt
 from support.app_fixture import BOUND, MAIN, OPERATOR
-from support.gateway_http import EVERYTHING
-from support.gateway_ws import WRITE, Client, GatewayFixture, opened
+from support.gateway_http import ALL_ENDPOINTS
+from support.gateway_ws import WRITE, Client, GatewayFixture, open_gateway
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("D2")]
 
-DENYING = {**EVERYTHING, "session": {"sendPolicy": {"default": "deny"}}}
+DENYING = {**ALL_ENDPOINTS, "session": {"sendPolicy": {"default": "deny"}}}
 
 
 class Model:
@@ -77,7 +77,7 @@ async def policy_of(client: Client) -> str | None:
 @pytest.mark.parametrize("say", [by_chat, by_session, by_agent, by_http, in_process])
 async def test_the_owner_switches_a_session_at_every_door_and_is_told(tmp_path: Path, say: Say) -> None:
     model = Model()
-    async with opened(tmp_path, model, settings=DENYING) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, model, settings=DENYING) as gateway, gateway.client() as client:
         await client.call("sessions.create", key=MAIN)
         for text, told, policy in (
             ("/send on", "Send policy set to on.", "allow"),
@@ -97,7 +97,7 @@ async def test_the_owner_switches_a_session_at_every_door_and_is_told(tmp_path: 
 
 
 async def test_it_is_done_once_under_its_key(tmp_path: Path) -> None:
-    async with opened(tmp_path, Model()) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, Model()) as gateway, gateway.client() as client:
         given: dict[str, Any] = {"sessionKey": "main", "message": "/send off", "idempotencyKey": "k"}
         first = await client.call("chat.send", **given)
         await client.call("sessions.patch", key=MAIN, sendPolicy=None)
@@ -111,7 +111,7 @@ async def test_it_is_done_once_under_its_key(tmp_path: Path) -> None:
 async def test_anybody_elses_is_ignored(tmp_path: Path) -> None:
     model = Model()
     async with (
-        opened(tmp_path, model) as gateway,
+        open_gateway(tmp_path, model) as gateway,
         gateway.client() as owner,
         gateway.client(gateway.issue(WRITE)) as writer,
     ):
@@ -124,7 +124,7 @@ async def test_anybody_elses_is_ignored(tmp_path: Path) -> None:
 
 async def test_who_wants_the_words_themselves_said_has_them_said(tmp_path: Path) -> None:
     model = Model()
-    async with opened(tmp_path, model) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, model) as gateway, gateway.client() as client:
         given = {"sessionKey": "main", "message": "/send off", "idempotencyKey": "k"}
         await client.call("chat.send", **given, suppressCommandInterpretation=True)
         assert (await client.call("agent.wait", runId="k"))["reply"] == "the model answered"

@@ -15,7 +15,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from support.app_fixture import BOUND, OPERATOR
-from support.gateway_ws import GatewayFixture, connect_params, opened
+from support.gateway_ws import GatewayFixture, connect_params, open_gateway
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W3", "G38")]
 
@@ -112,7 +112,7 @@ async def test_every_subscriber_has_every_message_once_and_in_order(
     tasks: list[asyncio.Task[None]] = []
     try:
         async with asyncio.timeout(LONGEST):
-            async with opened(tmp_path) as gateway:
+            async with open_gateway(tmp_path) as gateway:
                 for session in SESSIONS:
                     await gateway.operations.open(OPERATOR, session)
                 place.gateway = gateway
@@ -120,7 +120,9 @@ async def test_every_subscriber_has_every_message_once_and_in_order(
                 tasks = [asyncio.create_task(subscriber.run()) for subscriber in subscribers]
                 await _flow(gateway, range(1, MESSAGES // 2 + 1), chance)
                 place.there.clear()
-            async with opened(tmp_path) as gateway:  # nobody has everything yet: half of it was not said
+            async with open_gateway(
+                tmp_path
+            ) as gateway:  # nobody has everything yet: half of it was not said
                 place.gateway = gateway
                 place.there.set()
                 await _flow(gateway, range(MESSAGES // 2 + 1, MESSAGES + 1), chance)

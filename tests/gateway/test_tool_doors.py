@@ -14,7 +14,7 @@ import pytest
 
 from antiphon.operations import HistoryFilter, IncomingMessage, SpawnRequest
 from support.app_fixture import BOUND, MAIN, OPERATOR
-from support.gateway_ws import WRITE, Client, GatewayFixture, opened
+from support.gateway_ws import WRITE, Client, GatewayFixture, open_gateway
 from support.model_provider import Answer, Call, Provider
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5", "V3")]
@@ -91,7 +91,7 @@ class WebSocket(Door):
 
 @asynccontextmanager
 async def _rehearsal(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
-    async with opened(path, None, settings=settings()) as gateway:
+    async with open_gateway(path, None, settings=settings()) as gateway:
         yield gateway, Model(gateway)
 
 
@@ -100,20 +100,23 @@ async def _provider(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
     async with Provider().running() as provider:
         served = {"baseUrl": f"{provider.url}/v1", "apiKey": "x", "models": [{"id": "m1"}]}
         models = {"providers": {"local": {**served, "api": "openai-completions"}}}
-        async with opened(path, None, settings=settings(models=models)) as gateway:
+        async with open_gateway(path, None, settings=settings(models=models)) as gateway:
             yield gateway, Model(gateway, provider)
 
 
 @asynccontextmanager
 async def _http(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
-    async with opened(path, None, settings=settings()) as gateway, gateway.http(gateway.issue(WRITE)) as http:
+    async with (
+        open_gateway(path, None, settings=settings()) as gateway,
+        gateway.http(gateway.issue(WRITE)) as http,
+    ):
         yield gateway, Http(http)
 
 
 @asynccontextmanager
 async def _websocket(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
     async with (
-        opened(path, None, settings=settings()) as gateway,
+        open_gateway(path, None, settings=settings()) as gateway,
         gateway.client(gateway.issue(WRITE)) as client,
     ):
         yield gateway, WebSocket(client)
@@ -234,7 +237,7 @@ async def test_a_sub_agent_has_its_own_tools_at_every_door(tmp_path: Path) -> No
     config["tools"]["agentToAgent"] = {"enabled": True}
     config["agents"]["list"][1]["tools"] = {"sessions": {"visibility": "all"}}
     async with (
-        opened(tmp_path, None, settings=config) as gateway,
+        open_gateway(tmp_path, None, settings=config) as gateway,
         gateway.http() as http,
         gateway.client() as client,
     ):
@@ -260,7 +263,7 @@ async def test_a_sub_agent_has_its_own_tools_at_every_door(tmp_path: Path) -> No
 @pytest.mark.requirement("SEC12")
 async def test_what_acts_is_on_offer_only_when_it_is_named(tmp_path: Path) -> None:
     async with (
-        opened(tmp_path, None, settings=settings(gateway={})) as gateway,
+        open_gateway(tmp_path, None, settings=settings(gateway={})) as gateway,
         gateway.http() as http,
         gateway.client() as client,
     ):

@@ -9,8 +9,8 @@ import pytest
 
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
 from antiphon.operations import Operations, SpawnRequest
-from support.app_fixture import BOUND, MAIN, OPERATOR, tool
-from support.gateway_ws import opened
+from support.app_fixture import BOUND, MAIN, OPERATOR, make_tool
+from support.gateway_ws import open_gateway
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("C", "V3")]
 
@@ -25,7 +25,7 @@ def tools(operations: Operations) -> list[Tool]:
     async def look(call: ToolRequest) -> ToolOutput:
         return ToolOutput(text="looked")
 
-    return [tool("read", look)]
+    return [make_tool("read", look)]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ async def test_an_agent_has_what_the_group_stands_for(
 ) -> None:
     main = {"id": "main", "tools": lists if own else {}}
     settings = {"agents": {"list": [main]}, "tools": {} if own else lists}
-    async with opened(tmp_path, settings=settings, tools=tools) as gateway:
+    async with open_gateway(tmp_path, settings=settings, tools=tools) as gateway:
         assert set((await gateway.operations.act_as(OPERATOR, MAIN)).actor.tools) == left
 
 
@@ -62,7 +62,7 @@ async def test_a_sub_agent_has_what_the_group_stands_for(
     lists: dict[str, list[str]], left: set[str], tmp_path: Path
 ) -> None:
     settings = {"tools": {"subagents": {"tools": lists}}}
-    async with opened(tmp_path, settings=settings, tools=tools) as gateway:
+    async with open_gateway(tmp_path, settings=settings, tools=tools) as gateway:
         spawned = await gateway.operations.spawn(OPERATOR, SpawnRequest(task="look", announce="none"))
         assert (await gateway.operations.wait(OPERATOR, spawned.run_id, BOUND)).has_ended
         acting = await gateway.operations.act_as(OPERATOR, spawned.child_session_key)
@@ -82,7 +82,7 @@ async def test_over_http_there_is_what_the_group_stands_for(
     lists: dict[str, list[str]], left: set[str], tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"gateway": {"tools": lists}}
-    async with opened(tmp_path, settings=settings, tools=tools) as gateway, gateway.http() as http:
+    async with open_gateway(tmp_path, settings=settings, tools=tools) as gateway, gateway.http() as http:
         replies = {
             name: await http.post("/tools/invoke", json={"tool": name, "dryRun": True}) for name in EVERY
         }

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from support.app_fixture import BOUND, MAIN, OPERATOR
-from support.gateway_http import EVERYTHING, HOOK_TOKEN
-from support.gateway_ws import Client, GatewayFixture, opened
+from support.gateway_http import ALL_ENDPOINTS, HOOK_TOKEN
+from support.gateway_ws import Client, GatewayFixture, open_gateway
 
 pytestmark = pytest.mark.anyio
 
@@ -41,7 +41,7 @@ async def complete(gateway: GatewayFixture, session: str) -> None:
 
 @pytest.mark.requirement("K6", "L3")
 async def test_where_a_person_was_heard_from_is_on_record(tmp_path: Path) -> None:
-    async with opened(tmp_path) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path) as gateway, gateway.client() as client:
         await say(client, "main")
         await client.call("sessions.create", key=SIDE)
         assert (await row(client, SIDE))["channel"] == "unknown"
@@ -63,7 +63,7 @@ async def test_where_a_person_was_heard_from_is_on_record(tmp_path: Path) -> Non
 @pytest.mark.requirement("K6", "G6")
 async def test_webchat_replaces_no_channel_and_only_people_are_on_it(tmp_path: Path) -> None:
     async with (
-        opened(tmp_path, settings=EVERYTHING) as gateway,
+        open_gateway(tmp_path, settings=ALL_ENDPOINTS) as gateway,
         gateway.client() as client,
         gateway.http() as http,
     ):
@@ -90,7 +90,7 @@ async def test_rules_about_webchat_and_direct_chats_hold_for_a_main_session(
     tmp_path: Path, match: dict[str, str]
 ) -> None:
     policy = {"rules": [{"action": "deny", "match": match}]}
-    async with opened(tmp_path, settings={**TWO, "session": {"sendPolicy": policy}}) as gateway:
+    async with open_gateway(tmp_path, settings={**TWO, "session": {"sendPolicy": policy}}) as gateway:
         async with gateway.client() as client:
             for method, params in (
                 ("chat.send", {"sessionKey": "main"}),
@@ -113,7 +113,7 @@ async def test_rules_about_webchat_and_direct_chats_hold_for_a_main_session(
 async def test_an_allow_for_webchat_lets_people_write_where_all_else_is_denied(tmp_path: Path) -> None:
     policy = {"rules": [{"action": "allow", "match": {"channel": "webchat"}}], "default": "deny"}
     async with (
-        opened(tmp_path, settings={"session": {"sendPolicy": policy}}) as gateway,
+        open_gateway(tmp_path, settings={"session": {"sendPolicy": policy}}) as gateway,
         gateway.client() as client,
     ):
         await say(client, "main")
@@ -135,7 +135,7 @@ async def test_an_allow_for_webchat_lets_people_write_where_all_else_is_denied(t
 async def test_what_cannot_be_delivered_is_refused_by_name(
     tmp_path: Path, asked: dict[str, str], field: str
 ) -> None:
-    async with opened(tmp_path) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path) as gateway, gateway.client() as client:
         given = {"message": "hi", "idempotencyKey": "k", **asked}
         refused = await client.refused("agent", **given, deliver=True)
         assert (refused["code"], refused["details"]["field"]) == ("INVALID_REQUEST", field)

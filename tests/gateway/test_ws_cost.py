@@ -18,8 +18,8 @@ from antiphon.gateway import hub
 from antiphon.gateway.hub import Hub
 from antiphon.gateway.ws import connection
 from antiphon.runtimes import Prompt
-from support.app_fixture import BOUND, MAIN, OPERATOR, soon, until
-from support.gateway_ws import Client, opened
+from support.app_fixture import BOUND, MAIN, OPERATOR, wait_for_event, wait_until
+from support.gateway_ws import Client, open_gateway
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W9")]
 
@@ -61,7 +61,7 @@ def every_piece(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_long_answer_costs_a_reader_of_protocol_4_what_it_says(
     tmp_path: Path, caps: list[str]
 ) -> None:
-    async with opened(tmp_path, says_a_lot) as gateway, gateway.client(caps=caps) as client:
+    async with open_gateway(tmp_path, says_a_lot) as gateway, gateway.client(caps=caps) as client:
         await client.call("chat.send", sessionKey="main", message="go on", idempotencyKey="r1")
         final = await client.event("chat", state="final")
         streams = {event["stream"] for event in client.told("agent")}
@@ -81,7 +81,7 @@ async def test_who_needs_the_whole_is_sent_it_in_one_form_and_seldom_while_it_gr
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(hub, "WHOLE_INTERVAL_SECONDS", 0.0)
-    async with opened(tmp_path, says_a_lot) as gateway, gateway.client(**change) as client:
+    async with open_gateway(tmp_path, says_a_lot) as gateway, gateway.client(**change) as client:
         await client.call("chat.send", sessionKey="main", message="go on", idempotencyKey="r1")
         final = await client.event("chat", state="final")
         assert wire_bytes(client) < 150_000
@@ -106,9 +106,9 @@ async def test_who_comes_later_is_sent_what_was_said_before(tmp_path: Path) -> N
         await go_on.wait()
         yield "two"
 
-    async with opened(tmp_path, agent) as gateway, gateway.client(caps=["chat-deltas"]) as early:
+    async with open_gateway(tmp_path, agent) as gateway, gateway.client(caps=["chat-deltas"]) as early:
         await early.call("chat.send", sessionKey="main", message="count", idempotencyKey="r1")
-        await soon(begun)
+        await wait_for_event(begun)
         await early.event("chat", state="delta")
         async with gateway.client(caps=["chat-deltas"]) as late:
             go_on.set()
@@ -130,12 +130,12 @@ async def test_who_lags_is_sent_no_text_with_a_hole_in_it(
             yield f"{number} "
 
     async with (
-        opened(tmp_path, agent) as gateway,
+        open_gateway(tmp_path, agent) as gateway,
         gateway.client(caps=["chat-deltas"]) as client,
         gateway.client(caps=["chat-deltas"]) as other,
     ):
         await client.call("chat.send", sessionKey="main", message="count", idempotencyKey="r1")
-        await soon(begun)
+        await wait_for_event(begun)
         for each in (client, other):
             await each.event("chat", state="delta")
         [lagging] = [
@@ -176,10 +176,10 @@ async def test_no_increment_comes_after_the_entry_that_completes_it(
             hear(hub, event)
 
     monkeypatch.setattr(hub, "MIN_DELTA_SECONDS", BOUND)
-    async with opened(tmp_path, agent) as gateway, gateway.client(caps=["chat-deltas"]) as client:
+    async with open_gateway(tmp_path, agent) as gateway, gateway.client(caps=["chat-deltas"]) as client:
         await client.call("sessions.messages.subscribe", key="main", afterSeq=0)
         await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="r1")
-        await soon(begun)
+        await wait_for_event(begun)
         await client.event("chat", state="delta")
         with monkeypatch.context() as patches:
             patches.setattr(Hub, "_handle_event", hear_late)
@@ -194,7 +194,7 @@ async def test_no_increment_comes_after_the_entry_that_completes_it(
 
 
 async def test_changes_of_a_session_are_gathered_with_one_row(tmp_path: Path) -> None:
-    async with opened(tmp_path) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path) as gateway, gateway.client() as client:
         await client.call("sessions.subscribe")
         await client.call("chat.send", sessionKey="main", message="say x", idempotencyKey="r1")
         end = await client.event("sessions.changed", phase="end")
@@ -215,7 +215,7 @@ async def test_one_exchange_and_one_spawn_cost_a_subscriber_little(tmp_path: Pat
         }
     }
     async with (
-        opened(tmp_path, None, settings=settings) as gateway,
+        open_gateway(tmp_path, None, settings=settings) as gateway,
         gateway.client() as client,
         gateway.client() as subscriber,
     ):
@@ -234,7 +234,7 @@ async def test_one_exchange_and_one_spawn_cost_a_subscriber_little(tmp_path: Pat
             ]
             return task["phase"] == "settled" and not any(unfinished)
 
-        await until(settled)
+        await wait_until(settled)
         await subscriber.settled()
         spent = Counter[str]()
         for frame in subscriber.events:

@@ -17,8 +17,16 @@ from antiphon.gateway import subscriptions
 from antiphon.gateway.ws import connection, frames
 from antiphon.messages import AssistantMessage
 from antiphon.runtimes import Prompt
-from support.app_fixture import MAIN, OPERATOR, calls, soon, text, tool, until
-from support.gateway_ws import ADMIN, READ, Client, GatewayFixture, opened
+from support.app_fixture import (
+    MAIN,
+    OPERATOR,
+    make_answer,
+    make_tool,
+    make_tool_calls,
+    wait_for_event,
+    wait_until,
+)
+from support.gateway_ws import ADMIN, READ, Client, GatewayFixture, open_gateway
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W3")]
 
@@ -200,7 +208,7 @@ async def test_a_session_that_is_deleted_while_somebody_catches_up_ends_that_too
         await fill(gateway, 1, OTHER)
         patience()
         assert (await client.event("session.gap"))["reason"] == "ended"
-        await until(lambda: _followed(gateway, 0))
+        await wait_until(lambda: _followed(gateway, 0))
         assert client.told("session.message") == []
         await client.call("sessions.messages.subscribe", key=OTHER, afterSeq=0)
         again = await client.event("session.message")
@@ -310,9 +318,9 @@ async def test_a_connection_subscribes_to_so_many_sessions_and_no_more(
 async def test_nobody_is_followed_for_nobody(gateway: GatewayFixture) -> None:
     async with gateway.client() as client:
         await client.call("sessions.messages.subscribe", key=MAIN)
-        await until(lambda: _followed(gateway, 1))
+        await wait_until(lambda: _followed(gateway, 1))
         client.abort()
-        await until(lambda: _followed(gateway, 0))
+        await wait_until(lambda: _followed(gateway, 0))
 
 
 async def _followed(gateway: GatewayFixture, number: int) -> bool:
@@ -382,10 +390,10 @@ async def test_a_run_under_way_shows_in_the_row(tmp_path: Path) -> None:
         await go.wait()
         return "done"
 
-    async with opened(tmp_path, agent) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, agent) as gateway, gateway.client() as client:
         await client.call("sessions.subscribe")
         await client.call("chat.send", sessionKey=MAIN, message="x", idempotencyKey="r1")
-        await soon(going)
+        await wait_for_event(going)
         row = await client.event("sessions.changed", hasActiveRun=True)
         assert row["activeRunIds"] == ["r1"]
         assert len(client.told("sessions.changed", phase="start")) == 1
@@ -408,9 +416,9 @@ async def test_an_answer_is_told_as_it_grows_and_then_as_a_whole(tmp_path: Path)
         yield "two "
         yield "three"
 
-    async with opened(tmp_path, agent) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, agent) as gateway, gateway.client() as client:
         await client.call("chat.send", sessionKey="main", message="count", idempotencyKey="r1")
-        await soon(told_of)
+        await wait_for_event(told_of)
         first = await client.event("chat", state="delta")
         assert first["deltaText"] == "one "
         assert first["message"]["content"] == [{"type": "text", "text": "one "}]
@@ -431,7 +439,7 @@ async def test_an_answer_is_told_as_it_grows_and_then_as_a_whole(tmp_path: Path)
 
 
 async def test_a_failure_is_told_as_an_error(tmp_path: Path) -> None:
-    async with opened(tmp_path, None) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, None) as gateway, gateway.client() as client:
         await client.call("chat.send", sessionKey="main", message="fail no luck", idempotencyKey="r1")
         error = await client.event("chat", state="error")
         assert (error["runId"], error["sessionKey"]) == ("r1", MAIN)
@@ -450,9 +458,9 @@ async def test_stopping_is_told_as_aborted(tmp_path: Path) -> None:
         await asyncio.Event().wait()
         return ""
 
-    async with opened(tmp_path, agent) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, agent) as gateway, gateway.client() as client:
         await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="r1")
-        await soon(going)
+        await wait_for_event(going)
         queued = await client.call("chat.send", sessionKey="main", message="y", idempotencyKey="r2")
         assert queued["status"] == "started"
         stopped = await client.call("chat.abort", sessionKey="main")
@@ -464,7 +472,7 @@ async def test_stopping_is_told_as_aborted(tmp_path: Path) -> None:
 
 async def test_tools_are_told_of_to_who_wants_to_hear_of_them(tmp_path: Path) -> None:
     async with (
-        opened(tmp_path, _looks, tools=lambda _: [tool("look", _look)]) as gateway,
+        open_gateway(tmp_path, _looks, tools=lambda _: [make_tool("look", _look)]) as gateway,
         gateway.client(caps=["tool-events"]) as keen,
         gateway.client() as plain,
     ):
@@ -479,7 +487,7 @@ async def test_tools_are_told_of_to_who_wants_to_hear_of_them(tmp_path: Path) ->
 
 
 async def _looks(prompt: Prompt) -> AssistantMessage:
-    return calls("look") if len(prompt.messages) == 1 else text("seen")
+    return make_tool_calls("look") if len(prompt.messages) == 1 else make_answer("seen")
 
 
 async def _look(call: ToolRequest) -> ToolOutput:
@@ -489,7 +497,7 @@ async def _look(call: ToolRequest) -> ToolOutput:
 @pytest.mark.requirement("W7", "SEC11", "003-subscribe-sessions")
 async def test_who_may_not_read_is_told_nothing(tmp_path: Path) -> None:
     async with (
-        opened(tmp_path, _looks, tools=lambda _: [tool("look", _look)]) as gateway,
+        open_gateway(tmp_path, _looks, tools=lambda _: [make_tool("look", _look)]) as gateway,
         gateway.client() as owner,
         gateway.client(scopes=[], caps=["tool-events"]) as blind,
     ):
@@ -627,7 +635,7 @@ async def test_who_comes_and_goes_is_not_looked_for_in_every_session(
                 await goes.call("sessions.messages.subscribe", key=session)
             await goes.call("sessions.messages.subscribe", key=OTHER, afterSeq=0)
             await goes.call("sessions.messages.unsubscribe", key=MAIN)
-        await until(lambda: _followed(gateway, 1))
+        await wait_until(lambda: _followed(gateway, 1))
         assert len(held._sessions_by_connection) == 1
         await stays.call("sessions.messages.unsubscribe", key=MAIN)
         assert (len(held._sessions_by_connection), len(held._followed_sessions)) == (0, 0)

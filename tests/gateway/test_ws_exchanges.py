@@ -10,8 +10,8 @@ import pytest
 from antiphon.access import Caller
 from antiphon.errors import Forbidden
 from antiphon.operations import HistoryFilter, SendRequest, SpawnRequest
-from support.app_fixture import BOUND, MAIN, OPERATOR, until
-from support.gateway_ws import READ, opened
+from support.app_fixture import BOUND, MAIN, OPERATOR, wait_until
+from support.gateway_ws import READ, open_gateway
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W2")]
 
@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.mark.requirement("S1", "S2", "S3", "G4")
 async def test_one_session_sends_to_another_for_an_operator(tmp_path: Path) -> None:
-    async with opened(tmp_path, None, settings=SETTINGS) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, None, settings=SETTINGS) as gateway, gateway.client() as client:
         for key in (MAIN, HELPER):
             await gateway.operations.open(OPERATOR, key)
         asked = {"key": HELPER, "message": "say say pong", "fromSessionKey": "main", "idempotencyKey": "k1"}
@@ -52,7 +52,7 @@ async def test_what_is_sent_in_a_sessions_name_is_in_its_transcript_before_the_r
         "gateway": {"tools": {"allow": ["sessions_send"]}},
         "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}},
     }
-    async with opened(tmp_path, None, settings=settings) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, None, settings=settings) as gateway, gateway.client() as client:
         asked = {"key": HELPER, "message": "say say pong", "fromSessionKey": "main", "idempotencyKey": "k1"}
         for _ in range(2):  # asked again, it is not said again
             sent = await client.call("sessions.send", **asked, timeoutSeconds=BOUND, replyBack=1)
@@ -65,7 +65,7 @@ async def test_what_is_sent_in_a_sessions_name_is_in_its_transcript_before_the_r
             found = (await client.call("exchanges.list"))["exchanges"]
             return all(each["phase"] == "settled" for each in found)
 
-        await until(settled)
+        await wait_until(settled)
         main = (await client.call("sessions.history", key=MAIN))["messages"]
         texts = [
             item["content"] if isinstance(item["content"], str) else item["content"][0]["text"]
@@ -81,7 +81,7 @@ async def test_what_is_sent_in_a_sessions_name_is_in_its_transcript_before_the_r
 
 @pytest.mark.requirement("S2", "003-send-timeout", "003-send-timeout-goes-on")
 async def test_a_wait_for_a_reply_holds_up_nothing_else(tmp_path: Path) -> None:
-    async with opened(tmp_path, None, settings=SETTINGS) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, None, settings=SETTINGS) as gateway, gateway.client() as client:
         for key in (MAIN, HELPER):
             await gateway.operations.open(OPERATOR, key)
         asked = {"key": HELPER, "message": "slow 60 a b c d", "fromSessionKey": MAIN, "announce": "none"}
@@ -90,7 +90,7 @@ async def test_a_wait_for_a_reply_holds_up_nothing_else(tmp_path: Path) -> None:
         async def accepted() -> bool:
             return len(await gateway.operations.list_unfinished_runs(OPERATOR, HELPER)) == 1
 
-        await until(accepted)
+        await wait_until(accepted)
         late = await client.call("sessions.send", **asked, timeoutSeconds=0.2, replyBack=0)
         assert (late["status"], late["delivery"]["status"]) == ("timeout", "queued")
         assert late["delivery"]["position"] == 1
@@ -101,7 +101,7 @@ async def test_a_wait_for_a_reply_holds_up_nothing_else(tmp_path: Path) -> None:
 
 
 async def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
-    async with opened(tmp_path, None, settings=SETTINGS) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, None, settings=SETTINGS) as gateway, gateway.client() as client:
         await gateway.operations.open(OPERATOR, HELPER)
         for field, value in {"timeoutSeconds": 1, "replyBack": 0, "announce": "none"}.items():
             error = await client.refused("sessions.send", key=HELPER, message="x", **{field: value})
@@ -119,7 +119,7 @@ async def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> N
 @pytest.mark.requirement("P1", "P2", "P4", "P9", "A1")
 async def test_a_sub_agent_for_a_session(tmp_path: Path) -> None:
     async with (
-        opened(tmp_path, None, settings=SETTINGS) as gateway,
+        open_gateway(tmp_path, None, settings=SETTINGS) as gateway,
         gateway.client() as client,
         gateway.client(gateway.issue(READ)) as reader,
     ):
@@ -135,7 +135,7 @@ async def test_a_sub_agent_for_a_session(tmp_path: Path) -> None:
             [task] = (await reader.call("subagents.list", sessionKey="main"))["subagents"]
             return task["phase"] == "settled" and task["announced"] == "delivered"
 
-        await until(settled)
+        await wait_until(settled)
         [task] = (await reader.call("subagents.list", sessionKey="main", recentMinutes=1))["subagents"]
         assert (task["status"], task["result"], task["label"]) == ("ok", "42", "calc")
         assert "report" not in task
@@ -158,13 +158,13 @@ async def test_a_sub_agent_for_a_session(tmp_path: Path) -> None:
 @pytest.mark.requirement("G3")
 async def test_what_did_not_get_there_is_seen_and_sent_again(tmp_path: Path) -> None:
     group = "agent:main:telegram:group:7"
-    async with opened(tmp_path, None, settings=SETTINGS) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, None, settings=SETTINGS) as gateway, gateway.client() as client:
         await client.call("sessions.spawn", task="say 42", requesterSessionKey=group, idempotencyKey="k1")
 
         async def dead() -> bool:
             return bool((await client.call("deliveries.list", state="dead"))["deliveries"])
 
-        await until(dead)
+        await wait_until(dead)
         page = await client.call("deliveries.list")
         [delivery] = page["deliveries"]
         assert (delivery["key"], delivery["channel"], delivery["to"]) == ("task:k1", "telegram", "7")
@@ -172,7 +172,7 @@ async def test_what_did_not_get_there_is_seen_and_sent_again(tmp_path: Path) -> 
         assert "telegram" in delivery["error"]
         again = await client.call("deliveries.retry", key="task:k1")
         assert again["state"] == "pending"
-        await until(dead)
+        await wait_until(dead)
         assert (await client.refused("deliveries.retry", key="nothing"))["details"]["type"] == "not_found"
         assert (await client.call("deliveries.list", state="delivered"))["deliveries"] == []
         for wrong in ({"state": "lost"}, {"limit": 0}, {"cursor": "x"}):
@@ -182,7 +182,7 @@ async def test_what_did_not_get_there_is_seen_and_sent_again(tmp_path: Path) -> 
 @pytest.mark.requirement("G43")
 async def test_what_was_said_to_whom_is_listed(tmp_path: Path) -> None:
     async with (
-        opened(tmp_path, None, settings=SETTINGS) as gateway,
+        open_gateway(tmp_path, None, settings=SETTINGS) as gateway,
         gateway.client() as client,
         gateway.client(gateway.issue(READ)) as reader,
     ):
@@ -196,7 +196,7 @@ async def test_what_was_said_to_whom_is_listed(tmp_path: Path) -> None:
         async def settled() -> bool:
             return not (await reader.call("exchanges.list", unsettled=True))["exchanges"]
 
-        await until(settled)
+        await wait_until(settled)
         first = await reader.call("exchanges.list", sessionKey="main", limit=1)
         [exchange] = first["exchanges"]
         assert exchange.pop("settledAt") >= exchange.pop("createdAt")
@@ -224,7 +224,7 @@ async def test_what_was_said_to_whom_is_listed(tmp_path: Path) -> None:
 @pytest.mark.requirement("SEC4")
 async def test_the_operations_look_at_the_scope_again(tmp_path: Path) -> None:
     reader, agent = Caller.operator([READ]), Caller.agent("main", MAIN)
-    async with opened(tmp_path, None, settings=SETTINGS) as gateway:
+    async with open_gateway(tmp_path, None, settings=SETTINGS) as gateway:
         house = gateway.operations
         for refused in (
             house.retry_delivery(reader, "task:k1"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.app_fixture import OPERATOR
-from support.gateway_ws import Client, GatewayFixture, opened
+from support.gateway_ws import Client, GatewayFixture, open_gateway
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("S9", "W2")]
 
@@ -161,12 +161,12 @@ async def test_messages_and_commands_share_their_keys(gateway: GatewayFixture) -
 
 async def test_keys_outlive_the_process(tmp_path: Path) -> None:
     asked = {"sessionKey": SIDE, "message": "By the way.", "idempotencyKey": "injected"}
-    async with opened(tmp_path) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path) as gateway, gateway.client() as client:
         await fill(gateway)
         injected = await client.call("chat.inject", **asked)
         await fill(gateway, OTHER)
         await client.call("sessions.delete", key=OTHER, idempotencyKey="deleted")
-    async with opened(tmp_path) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path) as gateway, gateway.client() as client:
         assert await client.call("chat.inject", **asked) == injected
         assert await entries(client) == FILLED + 1
         await fill(gateway, OTHER)

@@ -17,8 +17,8 @@ from antiphon.gateway.methods import METHODS_BY_NAME
 from antiphon.messages import AssistantMessage, UserMessage
 from antiphon.paths import LOG_FILE_NAME
 from antiphon.runtimes import Prompt
-from support.app_fixture import MAIN, OPERATOR, calls, soon, text, tool
-from support.gateway_ws import ADMIN, READ, WRITE, Client, GatewayFixture, opened
+from support.app_fixture import MAIN, OPERATOR, make_answer, make_tool, make_tool_calls, wait_for_event
+from support.gateway_ws import ADMIN, READ, WRITE, Client, GatewayFixture, open_gateway
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W2")]
 
@@ -113,7 +113,7 @@ async def test_the_configuration_is_shown_without_its_secrets(tmp_path: Path) ->
         "hooks": {"enabled": True, "token": secrets[1]},
         "models": {"providers": {"local": provider}},
     }
-    async with opened(tmp_path, settings=settings) as gateway, gateway.client(secrets[0]) as client:
+    async with open_gateway(tmp_path, settings=settings) as gateway, gateway.client(secrets[0]) as client:
         shown = await client.call("config.get")
         assert shown["valid"] is True
         assert shown["config"]["models"]["providers"]["local"]["baseUrl"] == "http://127.0.0.1:9/v1"
@@ -123,7 +123,7 @@ async def test_the_configuration_is_shown_without_its_secrets(tmp_path: Path) ->
 
 async def test_agents_models_commands_and_channels(tmp_path: Path) -> None:
     settings = {"agents": {"list": [{"id": "main", "default": True, "name": "Ann"}, {"id": "helper"}]}}
-    async with opened(tmp_path, settings=settings) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, settings=settings) as gateway, gateway.client() as client:
         agents = await client.call("agents.list")
         assert (agents["defaultId"], agents["mainKey"], agents["scope"]) == ("main", "main", "per-sender")
         assert [(agent["id"], agent["name"]) for agent in agents["agents"]] == [
@@ -154,7 +154,7 @@ async def test_agents_models_commands_and_channels(tmp_path: Path) -> None:
 async def test_an_agent_looks_as_its_identity_says(tmp_path: Path) -> None:
     identity = {"name": "Owl", "emoji": "🦉", "theme": "night"}
     settings = {"agents": {"list": [{"id": "main", "identity": identity}, {"id": "plain"}]}}
-    async with opened(tmp_path, settings=settings) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, settings=settings) as gateway, gateway.client() as client:
         owl, plain = (await client.call("agents.list"))["agents"]
         assert (owl["name"], owl["identity"]) == ("Owl", identity)
         assert (plain["name"], plain["identity"]) == ("plain", {"name": "plain"})
@@ -174,7 +174,7 @@ async def test_the_tools_of_an_agent_are_listed(tmp_path: Path) -> None:
         raise AssertionError
 
     async with (
-        opened(tmp_path, tools=lambda _: [tool("look", look, acts=False)]) as gateway,
+        open_gateway(tmp_path, tools=lambda _: [make_tool("look", look, acts=False)]) as gateway,
         gateway.client() as client,
     ):
         (group,) = (await client.call("tools.catalog"))["groups"]
@@ -198,7 +198,7 @@ async def test_a_tool_is_invoked_as_a_session_would(tmp_path: Path) -> None:
         return ToolOutput(text=f"{call.caller.session_key} sees {call.arguments['what']}")
 
     async with (
-        opened(tmp_path, tools=lambda _: [tool("look", look, acts=False)]) as gateway,
+        open_gateway(tmp_path, tools=lambda _: [make_tool("look", look, acts=False)]) as gateway,
         gateway.client() as client,
     ):
         done = await client.call("tools.invoke", name="look", args={"what": "a bird"}, sessionKey=OTHER)
@@ -231,7 +231,7 @@ def logged(tmp_path: Path) -> Generator[Path]:
 
 @pytest.mark.requirement("W7")
 async def test_the_log_can_be_followed_and_has_no_token_in_it(tmp_path: Path, logged: Path) -> None:
-    async with opened(tmp_path) as gateway:
+    async with open_gateway(tmp_path) as gateway:
         token = gateway.issue(READ)
         async with (
             gateway.client() as client,
@@ -263,10 +263,10 @@ async def test_the_log_can_be_followed_and_has_no_token_in_it(tmp_path: Path, lo
 async def test_the_same_key_is_the_same_run_and_other_words_under_it_are_a_conflict(tmp_path: Path) -> None:
     held = Held()
     said = {"sessionKey": "main", "message": "once", "idempotencyKey": "k1"}
-    async with opened(tmp_path, held) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, held) as gateway, gateway.client() as client:
         sent = await client.call("chat.send", **said)
         assert (sent["runId"], sent["status"], sent["sessionKey"]) == ("k1", "started", MAIN)
-        await soon(held.going)
+        await wait_for_event(held.going)
         assert stands(await client.call("chat.send", **said)) == {"runId": "k1", "status": "in_flight"}
         held.go.set()
         assert (await client.call("agent.wait", runId="k1"))["reply"] == "at last"
@@ -275,7 +275,7 @@ async def test_the_same_key_is_the_same_run_and_other_words_under_it_are_a_confl
             error = await client.refused("chat.send", **{**said, **change})
             assert (error["code"], error["details"]["reason"]) == ("INVALID_REQUEST", "chat-request-conflict")
         assert await contents(client) == ["once", "at last"]
-    async with opened(tmp_path) as gateway, gateway.client() as client:  # and after a restart
+    async with open_gateway(tmp_path) as gateway, gateway.client() as client:  # and after a restart
         assert stands(await client.call("chat.send", **said)) == {"runId": "k1", "status": "ok"}
         error = await client.refused("chat.send", **{**said, "message": "twice"})
         assert error["details"]["reason"] == "chat-request-conflict"
@@ -283,7 +283,7 @@ async def test_the_same_key_is_the_same_run_and_other_words_under_it_are_a_confl
 
 
 async def test_a_run_that_failed_is_remembered_as_such(tmp_path: Path) -> None:
-    async with opened(tmp_path, None) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, None) as gateway, gateway.client() as client:
         said = {"sessionKey": "main", "message": "fail no luck", "idempotencyKey": "k1"}
         await client.call("chat.send", **said)
         waited = await client.call("agent.wait", runId="k1")
@@ -294,9 +294,9 @@ async def test_a_run_that_failed_is_remembered_as_such(tmp_path: Path) -> None:
 
 async def test_an_answer_that_was_cut_short_is_an_answer(tmp_path: Path) -> None:
     async def agent(prompt: Prompt) -> AssistantMessage:
-        return text("as far as it", stop_reason="length")
+        return make_answer("as far as it", stop_reason="length")
 
-    async with opened(tmp_path, agent) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, agent) as gateway, gateway.client() as client:
         said = {"sessionKey": "main", "message": "go", "idempotencyKey": "k1"}
         await client.call("chat.send", **said)
         assert (await client.event("chat", state="final"))["stopReason"] == "length"
@@ -321,7 +321,7 @@ async def test_what_cannot_be_sent_is_refused_in_words(
     tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:
     settings = {"store": {"messageMaxBytes": 2000}, "agents": {"list": [{"id": "main"}, {"id": "helper"}]}}
-    async with opened(tmp_path, settings=settings) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, settings=settings) as gateway, gateway.client() as client:
         said = {"sessionKey": "main", "message": "x", "idempotencyKey": "k", **changes}
         error = await client.refused("chat.send", **said)
         assert error["code"] == "INVALID_REQUEST"
@@ -372,11 +372,11 @@ async def _messages(client: Client, number: int) -> list[Any]:
 
 async def test_stop_words_stop_and_are_not_said(tmp_path: Path) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, held) as gateway, gateway.client() as client:
         for number, word in enumerate(("/stop", "stop", "ABORT")):
             held.going.clear()
             await client.call("chat.send", sessionKey="main", message="x", idempotencyKey=f"k{number}")
-            await soon(held.going)
+            await wait_for_event(held.going)
             stopped = await client.call(
                 "chat.send", sessionKey="main", message=word, idempotencyKey=f"s{number}"
             )
@@ -448,7 +448,7 @@ async def test_words_of_another_program_are_never_commands(tmp_path: Path) -> No
         assert isinstance(last, UserMessage) and isinstance(last.content, str)
         return last.content
 
-    async with opened(tmp_path, repeat) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, repeat) as gateway, gateway.client() as client:
         await say(client)
         before = (await client.call("sessions.describe", key=MAIN))["session"]["sessionId"]
         provenance = {"kind": "inter_session", "sourceSessionKey": OTHER}
@@ -466,10 +466,10 @@ async def test_words_of_another_program_are_never_commands(tmp_path: Path) -> No
 
 async def test_chat_abort_stops_the_run_it_names_in_its_session(tmp_path: Path) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, held) as gateway, gateway.client() as client:
         await client.call("sessions.create", key=OTHER)
         await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="k1")
-        await soon(held.going)
+        await wait_for_event(held.going)
         error = await client.refused("chat.abort", sessionKey=OTHER, runId="k1")
         assert error["message"].startswith("runId does not match sessionKey")
         assert (await client.refused("chat.abort", sessionKey=MAIN, runId="none"))["details"][
@@ -520,7 +520,7 @@ async def test_the_history_of_a_session_that_is_not_there_is_empty(gateway: Gate
 @pytest.mark.requirement("C")
 async def test_the_history_tells_how_much_is_thought_unless_a_message_says_otherwise(tmp_path: Path) -> None:
     settings = {"agents": {"list": [{"id": "main", "thinkingDefault": "high"}]}}
-    async with opened(tmp_path, settings=settings) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, settings=settings) as gateway, gateway.client() as client:
         await gateway.operations.open(OPERATOR, MAIN)
         assert (await client.call("chat.history", sessionKey=MAIN))["thinkingLevel"] == "high"
         await client.call("sessions.patch", key=MAIN, thinkingLevel="off")
@@ -554,7 +554,7 @@ async def test_walking_back_gives_every_message_once(gateway: GatewayFixture, wa
 
 async def test_a_history_is_bounded_in_bytes_and_says_what_it_left_out(tmp_path: Path) -> None:
     async with (
-        opened(tmp_path, settings={"store": {"messageMaxBytes": 300_000}}) as gateway,
+        open_gateway(tmp_path, settings={"store": {"messageMaxBytes": 300_000}}) as gateway,
         gateway.client() as client,
     ):
         await gateway.operations.open(OPERATOR, MAIN)
@@ -658,7 +658,7 @@ async def test_agent_answers_twice_with_the_same_id(gateway: GatewayFixture) -> 
 
 async def test_agent_says_what_went_wrong(tmp_path: Path) -> None:
     settings = {"agents": {"list": [{"id": "main"}, {"id": "helper"}]}}
-    async with opened(tmp_path, None, settings=settings) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, None, settings=settings) as gateway, gateway.client() as client:
         request = await client.start("agent", {"message": "fail no luck", "idempotencyKey": "a1"})
         assert (await client.answer(request)).payload["status"] == "accepted"
         end = await client.answer(request)
@@ -683,13 +683,13 @@ async def test_agent_says_what_went_wrong(tmp_path: Path) -> None:
 @pytest.mark.requirement("S4", "G12")
 async def test_a_run_can_be_waited_for_from_anywhere_and_anytime(tmp_path: Path) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, held) as gateway, gateway.client() as client:
         async with gateway.client(gateway.issue(READ)) as other:
             early = await other.start("agent.wait", {"runId": "r1"})  # before there is such a run
             unknown = await client.call("agent.wait", runId="never", timeoutMs=0)
             assert unknown == {"runId": "never", "status": "timeout"}
             await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="r1")
-            await soon(held.going)
+            await wait_for_event(held.going)
             short = await client.call("agent.wait", runId="r1", timeoutMs=1)
             assert (short["runId"], short["status"], short["run"]["state"]) == ("r1", "timeout", "running")
             during = await client.start("agent.wait", {"runId": "r1"})
@@ -704,21 +704,21 @@ async def test_a_run_can_be_waited_for_from_anywhere_and_anytime(tmp_path: Path)
 @pytest.mark.requirement("S4", "G2")
 async def test_a_run_is_waited_for_across_a_restart(tmp_path: Path) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, held) as gateway, gateway.client() as client:
         await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="r1")
-        await soon(held.going)
-    async with opened(tmp_path) as gateway, gateway.client() as client:
+        await wait_for_event(held.going)
+    async with open_gateway(tmp_path) as gateway, gateway.client() as client:
         waited = await client.call("agent.wait", runId="r1")
         assert (waited["status"], waited["reply"]) == ("ok", "heard x")
         assert await contents(client) == ["x", "heard x"]
-    async with opened(tmp_path) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path) as gateway, gateway.client() as client:
         assert (await client.call("agent.wait", runId="r1", timeoutMs=0))["reply"] == "heard x"
 
 
 @pytest.mark.requirement("G17")
 async def test_a_run_that_takes_too_long_is_reported_as_that(tmp_path: Path) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, held) as gateway, gateway.client() as client:
         await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="r1", timeoutMs=50)
         waited = await client.call("agent.wait", runId="r1")
         assert waited["status"] == "timeout"
@@ -892,9 +892,9 @@ async def test_patching_sets_clears_and_refuses(gateway: GatewayFixture) -> None
 @pytest.mark.requirement("G25", "G16")
 async def test_resetting_stops_what_runs_and_begins_anew(tmp_path: Path) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, held) as gateway, gateway.client() as client:
         await client.call("chat.send", sessionKey=OTHER, message="x", idempotencyKey="k1")
-        await soon(held.going)
+        await wait_for_event(held.going)
         before = (await client.call("sessions.describe", key=OTHER))["session"]["sessionId"]
         reset = await client.call("sessions.reset", key=OTHER, reason="new")
         assert (reset["ok"], reset["key"]) == (True, OTHER)
@@ -910,10 +910,10 @@ async def test_resetting_stops_what_runs_and_begins_anew(tmp_path: Path) -> None
 @pytest.mark.requirement("G16")
 async def test_what_is_reset_only_if_idle_stops_nothing(tmp_path: Path) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, held) as gateway, gateway.client() as client:
         for key in ("k1", "k2"):
             await client.call("chat.send", sessionKey=OTHER, message="x", idempotencyKey=key)
-        await soon(held.going)
+        await wait_for_event(held.going)
         asked = {"key": OTHER, "ifIdle": True, "idempotencyKey": "k3"}
         error = await client.refused("sessions.reset", **asked)
         assert error["message"].startswith(
@@ -933,9 +933,9 @@ async def test_what_is_reset_only_if_idle_stops_nothing(tmp_path: Path) -> None:
 
 async def test_deleting_is_final_and_the_main_session_stays(tmp_path: Path) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, held) as gateway, gateway.client() as client:
         await client.call("chat.send", sessionKey=OTHER, message="x", idempotencyKey="k1")
-        await soon(held.going)
+        await wait_for_event(held.going)
         deleted = await client.call("sessions.delete", key=OTHER)
         assert deleted == {"ok": True, "key": OTHER, "deleted": True, "archived": []}
         assert (await client.call("sessions.delete", key=OTHER))["deleted"] is False
@@ -969,7 +969,7 @@ async def test_compacting_shortens_prompts_and_keeps_the_transcript(gateway: Gat
 
 async def test_sending_steering_and_aborting_by_key(tmp_path: Path) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, held) as gateway, gateway.client() as client:
         for method in ("sessions.send", "sessions.steer"):
             error = await client.refused(method, key=OTHER, message="x")
             assert error["details"]["type"] == "not_found"
@@ -981,12 +981,12 @@ async def test_sending_steering_and_aborting_by_key(tmp_path: Path) -> None:
         }
         sent = await client.call("sessions.send", key=OTHER, message="one", idempotencyKey="k1")
         assert (sent["runId"], sent["status"], sent["sessionKey"]) == ("k1", "started", OTHER)
-        await soon(held.going)
+        await wait_for_event(held.going)
         held.going.clear()
         steered = await client.call("sessions.steer", key=OTHER, message="two", idempotencyKey="k2")
         assert (steered["runId"], steered["interruptedActiveRun"]) == ("k2", True)
         assert (await client.call("agent.wait", runId="k1"))["error"] == "aborted"
-        await soon(held.going)
+        await wait_for_event(held.going)
         stopped = await client.call("sessions.abort", runId="k2")
         assert (stopped["abortedRunId"], stopped["status"]) == ("k2", "aborted")
         assert await contents(client, OTHER) == ["one", "two"]
@@ -998,7 +998,7 @@ async def test_sending_steering_and_aborting_by_key(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("G28")
 async def test_usage_adds_up_and_an_unknown_price_is_null(tmp_path: Path) -> None:
-    async with opened(tmp_path, None) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, None) as gateway, gateway.client() as client:
         await say(client, "say one two three")
         usage = await client.call("sessions.usage", key="main")
         (line,) = usage["models"]
@@ -1100,13 +1100,13 @@ async def test_a_job_that_is_not_there_is_said_to_be_missing(gateway: GatewayFix
 
 async def test_tool_results_are_part_of_a_history(tmp_path: Path) -> None:
     async def agent(prompt: Prompt) -> AssistantMessage:
-        return calls("look") if len(prompt.messages) == 1 else text("seen")
+        return make_tool_calls("look") if len(prompt.messages) == 1 else make_answer("seen")
 
     async def look(call: ToolRequest) -> ToolOutput:
         return ToolOutput(text="a view")
 
     async with (
-        opened(tmp_path, agent, tools=lambda _: [tool("look", look, acts=False)]) as gateway,
+        open_gateway(tmp_path, agent, tools=lambda _: [make_tool("look", look, acts=False)]) as gateway,
         gateway.client() as client,
     ):
         await say(client)
@@ -1115,7 +1115,7 @@ async def test_tool_results_are_part_of_a_history(tmp_path: Path) -> None:
 
 
 async def test_earlier_conversations_are_read_by_number_and_come_back(tmp_path: Path) -> None:
-    async with opened(tmp_path) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path) as gateway, gateway.client() as client:
         await say(client, "say one")
         await client.call("sessions.reset", key="main", reason="new")
         now, before = (await client.call("sessions.conversations", key="main"))["conversations"]
@@ -1136,12 +1136,12 @@ async def test_steering_again_with_the_same_key_stops_nothing_and_a_refused_one_
     tmp_path: Path,
 ) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path, held) as gateway, gateway.client() as client:
         await client.call("sessions.create", key=OTHER)
         said = {"key": OTHER, "message": "instead", "idempotencyKey": "k1"}
         first = await client.call("sessions.steer", **said)
         assert (first["status"], first["interruptedActiveRun"]) == ("started", False)
-        await soon(held.going)
+        await wait_for_event(held.going)
         again = await client.call("sessions.steer", **said)
         assert (again["status"], again["interruptedActiveRun"]) == ("in_flight", False)
         await client.refused("sessions.steer", key=OTHER, message="", idempotencyKey="k2")

@@ -25,8 +25,17 @@ from antiphon.gateway import hub
 from antiphon.gateway.http.limits import PendingPeers
 from antiphon.gateway.methods import METHODS_BY_NAME
 from antiphon.gateway.ws import connection, devices, frames, handshake, server
-from support.app_fixture import BOUND, MAIN, OPERATOR, soon, until
-from support.gateway_ws import ADMIN, READ, WRITE, Answer, Client, GatewayFixture, connect_params, opened
+from support.app_fixture import BOUND, MAIN, OPERATOR, wait_for_event, wait_until
+from support.gateway_ws import (
+    ADMIN,
+    READ,
+    WRITE,
+    Answer,
+    Client,
+    GatewayFixture,
+    connect_params,
+    open_gateway,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W1")]
 
@@ -234,7 +243,7 @@ async def test_without_the_token_nobody_gets_in(
 @pytest.mark.requirement("W7")
 async def test_the_password_mode_takes_the_password_and_no_token(tmp_path: Path) -> None:
     settings = {"gateway": {"auth": {"mode": "password", "password": "open sesame"}}}
-    async with opened(tmp_path, settings=settings) as gateway:
+    async with open_gateway(tmp_path, settings=settings) as gateway:
         for auth, code in (
             ({}, "AUTH_PASSWORD_MISSING"),
             ({"password": "wrong"}, "AUTH_PASSWORD_MISMATCH"),
@@ -250,7 +259,7 @@ async def test_the_password_mode_takes_the_password_and_no_token(tmp_path: Path)
 
 @pytest.mark.requirement("W7", "SEC2")
 async def test_without_credentials_this_machine_gets_in_and_pages_of_others_do_not(tmp_path: Path) -> None:
-    async with opened(tmp_path, settings={"gateway": {"auth": {"mode": "none"}}}) as gateway:
+    async with open_gateway(tmp_path, settings={"gateway": {"auth": {"mode": "none"}}}) as gateway:
         async with gateway.connect_unauthenticated() as client:
             hello = await client.call("connect", **connect_params())
             assert hello["auth"]["scopes"] == [ADMIN]
@@ -264,7 +273,9 @@ async def test_without_credentials_this_machine_gets_in_and_pages_of_others_do_n
 
 @pytest.mark.requirement("W7")
 async def test_a_token_of_the_configuration_replaces_the_one_of_the_file(tmp_path: Path) -> None:
-    async with opened(tmp_path, settings={"gateway": {"auth": {"token": "from the config"}}}) as gateway:
+    async with open_gateway(
+        tmp_path, settings={"gateway": {"auth": {"token": "from the config"}}}
+    ) as gateway:
         answer, _ = await turned_away(gateway, with_token(gateway))
         assert answer.error["details"]["code"] == "AUTH_TOKEN_MISMATCH"
         async with gateway.client("from the config") as client:
@@ -280,7 +291,7 @@ async def test_guessing_is_stopped_for_a_minute_even_for_who_then_guesses_right(
 ) -> None:
     clock = ManualClock()
     right = connect_params(auth={"token": "open sesame"})
-    async with opened(tmp_path, clock=clock, settings={"gateway": {"auth": auth}}) as gateway:
+    async with open_gateway(tmp_path, clock=clock, settings={"gateway": {"auth": auth}}) as gateway:
         for n in range(10):
             answer, _ = await turned_away(
                 gateway, connect_params(auth={"token": f"guess {n}", "deviceToken": "x"})
@@ -317,7 +328,7 @@ async def test_a_revoked_token_is_not_let_in_any_more(gateway: GatewayFixture) -
 @pytest.mark.requirement("W7", "SEC1")
 async def test_pages_of_other_origins_are_turned_away_even_with_the_token(tmp_path: Path) -> None:
     settings = {"gateway": {"controlUi": {"allowedOrigins": ["https://mine.example"]}}}
-    async with opened(tmp_path, settings=settings) as gateway:
+    async with open_gateway(tmp_path, settings=settings) as gateway:
         own = gateway.served.url.replace("ws://", "http://")
         for origin in ("https://evil.example", own.replace("127.0.0.1", "127.0.0.1.evil.example"), "null"):
             answer, closed = await turned_away(gateway, with_token(gateway), origin=origin)
@@ -486,7 +497,7 @@ async def test_a_signature_for_other_claims_does_not_fit(gateway: GatewayFixture
 @pytest.mark.parametrize("seconds", [-121, 121])
 async def test_a_signature_of_another_time_is_not_taken(tmp_path: Path, seconds: int) -> None:
     clock = ManualClock()
-    async with opened(tmp_path, clock=clock) as gateway, gateway.connect_unauthenticated() as client:
+    async with open_gateway(tmp_path, clock=clock) as gateway, gateway.connect_unauthenticated() as client:
         challenge = await client.event("connect.challenge")
         clock.advance(seconds=seconds)
         answer = await client.ask("connect", PAIR.signs("v2", gateway.owner, challenge))
@@ -686,7 +697,7 @@ def test_a_peer_with_many_addresses_of_one_network_loses_its_own() -> None:
 
 async def test_ticks_come_as_often_as_hello_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "TICK_INTERVAL_MS", 20)
-    async with opened(tmp_path) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path) as gateway, gateway.client() as client:
         assert client.hello["policy"]["tickIntervalMs"] == 20
         ticks = await client.take("tick", 3)
         assert [tick["ts"] for tick in ticks] == sorted(tick["ts"] for tick in ticks)
@@ -705,7 +716,7 @@ async def test_who_is_connected_by_a_token_that_is_revoked_is_hung_up_on_at_once
 
 async def test_presence_says_who_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "PRESENCE_INTERVAL_SECONDS", 0.0)
-    async with opened(tmp_path) as gateway, gateway.client() as client:
+    async with open_gateway(tmp_path) as gateway, gateway.client() as client:
         async with gateway.client(client={"id": "guest", "version": "9", "platform": "x", "mode": "ui"}):
             while "guest" not in [entry["host"] for entry in (await client.event("presence"))["presence"]]:
                 pass
@@ -719,7 +730,7 @@ async def test_presence_says_who_comes_and_goes(tmp_path: Path, monkeypatch: pyt
 
 async def test_stopping_says_goodbye_and_to_come_back(tmp_path: Path) -> None:
     async with AsyncExitStack() as clients:
-        async with opened(tmp_path) as gateway:
+        async with open_gateway(tmp_path) as gateway:
             client = await clients.enter_async_context(gateway.client())
         goodbye = await client.event("shutdown")
         assert goodbye["reason"]
@@ -740,7 +751,7 @@ async def test_goodbye_is_said_after_what_was_still_to_be_said(gateway: GatewayF
     one = connection.WebSocketConnection("1", send, 0)
     writer = asyncio.create_task(one.run_writer())
     answering = asyncio.create_task(one.send_response("an answer"))
-    await soon(sending)
+    await wait_for_event(sending)
     one.send_event('{"event":"shutdown"')
     one.close(1012, "service restart")
     for _ in range(3):
@@ -761,7 +772,7 @@ async def test_who_goes_away_before_the_answer_is_no_fault(
             client.abort()
     async with gateway.client() as client:
         assert (await client.call("health"))["ok"]
-        await until(lambda: _count(gateway, 1))
+        await wait_until(lambda: _count(gateway, 1))
     ours = [record for record in caplog.records if record.name.startswith("antiphon")]
     assert [record.getMessage() for record in ours if record.levelno >= logging.WARNING] == []
 
@@ -792,7 +803,7 @@ async def test_who_does_not_read_is_dropped_and_delays_nobody(
     monkeypatch.setattr(frames, "MAX_BUFFERED_BYTES", 2_000_000)
     monkeypatch.setattr(connection, "LAGGING_SEND_QUEUE_BYTES", 100_000)
     settings = {"store": {"messageMaxBytes": 2 * LARGE}}
-    async with opened(tmp_path, settings=settings) as gateway, gateway.client() as quick:
+    async with open_gateway(tmp_path, settings=settings) as gateway, gateway.client() as quick:
         await quick.call("sessions.subscribe")
         await gateway.operations.open(OPERATOR, MAIN)
         async with gateway.connect_unauthenticated(reading=False) as slow:
@@ -800,7 +811,7 @@ async def test_who_does_not_read_is_dropped_and_delays_nobody(
             for n in range(MANY):
                 await gateway.operations.inject(OPERATOR, MAIN, f"{n} " + "x" * LARGE)
                 await quick.event("session.message", messageSeq=n + 1)  # nobody waits for the slow one
-            await until(lambda: _count(gateway, 1))
+            await wait_until(lambda: _count(gateway, 1))
             assert (await quick.call("health"))["ok"]
             slow.read()
             code, _ = await slow.closed()
@@ -815,8 +826,8 @@ async def test_who_does_not_read_is_dropped_and_delays_nobody(
 async def _enter_without_reading(gateway: GatewayFixture, slow: Client) -> None:
     await slow.start("connect", with_token(gateway))
     await slow.start("sessions.subscribe")
-    await until(lambda: _count(gateway, 2))
-    await until(lambda: _subscribed(gateway, 2))
+    await wait_until(lambda: _count(gateway, 2))
+    await wait_until(lambda: _subscribed(gateway, 2))
 
 
 async def _count(gateway: GatewayFixture, number: int) -> bool:
@@ -851,7 +862,7 @@ async def test_pieces_of_answers_are_left_out_for_who_lags_but_never_messages() 
 
 @pytest.mark.requirement("W7", "SEC9")
 async def test_a_client_with_an_old_token_does_not_lock_the_owner_out(tmp_path: Path) -> None:
-    async with opened(tmp_path, clock=ManualClock()) as gateway:
+    async with open_gateway(tmp_path, clock=ManualClock()) as gateway:
         old = connect_params(auth={"token": "an old token that was long enough to be random"})
         codes = [(await turned_away(gateway, old))[0].error["details"]["code"] for _ in range(12)]
         assert codes == ["AUTH_TOKEN_MISMATCH"] * 10 + ["AUTH_RATE_LIMITED"] * 2

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from interop.page import hosting
-from support.interop_processes import Gateway, Openclaw, serving
+from support.interop_processes import Gateway, Openclaw, start_gateway
 
 collect_ignore_glob = [] if os.environ.get("ANTIPHON_INTEROP") else ["test_*.py"]
 
@@ -24,7 +24,7 @@ def control_ui() -> Generator[str]:
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory, control_ui: str) -> Generator[Gateway]:
     """One for the tests of a file, which keep apart by using sessions of their own."""
-    with serving(tmp_path_factory.mktemp("gateway"), [control_ui]) as gateway:
+    with start_gateway(tmp_path_factory.mktemp("gateway"), [control_ui]) as gateway:
         yield gateway
 
 

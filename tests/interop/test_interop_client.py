@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.interop_processes import MODULES, NODE, Gateway, Openclaw, run
+from support.interop_processes import MODULES, NODE, Gateway, Openclaw, run_program
 
 pytestmark = pytest.mark.requirement("W6")
 
@@ -17,7 +17,7 @@ KEY = "agent:main:direct:client"
 
 def test_the_reference_client_holds_a_turn(gateway: Gateway, openclaw: Openclaw) -> None:
     environ = {**openclaw.environ, "OPENCLAW_GATEWAY_TOKEN": gateway.token}
-    seen = run([str(NODE), str(SCRIPT), str(MODULES), gateway.url, KEY], environ).json
+    seen = run_program([str(NODE), str(SCRIPT), str(MODULES), gateway.url, KEY], environ).json
     assert seen["hello"]["type"] == "hello-ok"
     assert seen["hello"]["protocol"] == 4
     assert seen["health"]["ok"] is True

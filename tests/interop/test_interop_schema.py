@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from interop.wire import Frame, Wire, published, wired
-from support.interop_processes import MAIN, Gateway, serving
+from support.interop_processes import MAIN, Gateway, start_gateway
 
 pytestmark = pytest.mark.requirement("W6")
 
@@ -123,7 +123,7 @@ def test_rows(gateway: Gateway) -> None:
 
 
 def test_ticks_and_the_end(tmp_path: Path) -> None:
-    with serving(tmp_path) as gateway, wired(gateway) as (wire, hello):
+    with start_gateway(tmp_path) as gateway, wired(gateway) as (wire, hello):
         tick = hello["policy"]["tickIntervalMs"]
         assert tick <= 30_000, "clients close a connection that was silent for two of these"
         wire.until(lambda frame: frame.get("event") == "tick")

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from support.interop_processes import BOUND, NODE, OPENCLAW, Gateway, Openclaw, started
+from support.interop_processes import BOUND, NODE, OPENCLAW, Gateway, Openclaw, start_process
 
 pytestmark = pytest.mark.requirement("W6")
 
@@ -77,7 +77,7 @@ def tui(gateway: Gateway, openclaw: Openclaw, session: str) -> Generator[Screen]
     options = ("tui", "--url", gateway.url, "--token", gateway.token, "--session", session)
     command = [str(NODE), str(OPENCLAW), *options]
     try:
-        with started(command, openclaw.environ, stdin=slave, stdout=slave, stderr=slave) as process:
+        with start_process(command, openclaw.environ, stdin=slave, stdout=slave, stderr=slave) as process:
             os.close(slave)
             yield Screen(master, process)
     finally:

@@ -17,7 +17,7 @@ from antiphon.messages import AssistantMessage, TextBlock, UserMessage
 from antiphon.runtimes import Deltas, Prompt
 from antiphon.runtimes.model import ModelRuntime, ModelSpec, build_provider_error
 from antiphon.runtimes.registry import RuntimeRegistry
-from support.model_provider import Answer, Failure, Provider, served
+from support.model_provider import Answer, Failure, Provider, serve_asgi
 
 pytestmark = pytest.mark.anyio
 BOUND = 20.0
@@ -82,7 +82,7 @@ async def test_a_provider_that_only_drips_delays_no_other() -> None:
             both.set()
         await drip(scope, receive, send)
 
-    async with served(dripping) as stuck, Provider().running() as quick:
+    async with serve_asgi(dripping) as stuck, Provider().running() as quick:
         local = {"apiKey": "k", "api": "openai-completions", "models": [{"id": "m"}]}
         providers = {"stuck": {**local, "baseUrl": stuck}, "quick": {**local, "baseUrl": f"{quick.url}/v1"}}
         agents = {"defaults": {"maxConcurrent": 2}}

@@ -29,7 +29,7 @@ from antiphon.runtimes.openai_chat.reader import CompletionsReader
 from antiphon.runtimes.pydantic_ai.reader import PydanticReader
 from antiphon.runtimes.registry import build_model_spec
 from antiphon.runtimes.tool_calls import MAX_ARGUMENT_LEVELS, MAX_KEPT_TOOL_CALLS, is_too_deep
-from support.model_provider import Answer, Call, Failure, Provider, Tokens, served
+from support.model_provider import Answer, Call, Failure, Provider, Tokens, serve_asgi
 
 pytestmark = pytest.mark.anyio
 __all__ = ["library"]  # the fixture that chooses between the readers
@@ -63,7 +63,7 @@ async def _left(receive: Any) -> None:
 async def reading(
     reader: type[HttpReader], app: App, patience: RetryPolicy = HURRIED, **changes: Any
 ) -> AsyncGenerator[HttpReader]:
-    async with asyncio.timeout(BOUND), served(app) as url:
+    async with asyncio.timeout(BOUND), serve_asgi(app) as url:
         opened = reader(spec_for("openai-completions", url, **changes), patience)
         try:
             yield opened

@@ -16,7 +16,8 @@ from antiphon.runtimes import Prompt
 from antiphon.state_access import open_operations_readonly
 from antiphon.store.queries import Query
 from antiphon.store.sqlite.store import SqliteTx
-from support.app_fixture import DATABASE, OPERATOR, AppFixture, open_app_fixture, opened, raw
+from support.app_fixture import DATABASE, OPERATOR, AppFixture, open_app_fixture, open_test_store
+from support.databases import query_database
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("G22")]
 
@@ -90,9 +91,9 @@ async def test_no_transcript_is_read_for_a_page_without_messages(
     def of_transcripts() -> list[str]:
         return [text for text in asked if re.search(r"\bmessages\b", text)]
 
-    async with opened(tmp_path):
-        raw(tmp_path / DATABASE, SESSIONS, 300)
-        raw(tmp_path / DATABASE, MESSAGES)
+    async with open_test_store(tmp_path):
+        query_database(tmp_path / DATABASE, SESSIONS, 300)
+        query_database(tmp_path / DATABASE, MESSAGES)
     heard("one")
     heard("all")
     async with open_operations_readonly(

@@ -25,7 +25,7 @@ from antiphon.runtimes import Prompt
 from antiphon.store import Row, Tx, listing
 from antiphon.store.listing import SESSION_KINDS, SessionListQuery
 from antiphon.store.queries import Query
-from support.app_fixture import DATABASE, OPERATOR, open_app_fixture, with_settings
+from support.app_fixture import DATABASE, OPERATOR, make_config, open_app_fixture
 from support.databases import open_test_database
 
 AGENTS = ("main", "helper", "writer")
@@ -300,7 +300,7 @@ def test_a_session_is_listed_if_and_only_if_it_may_be_read(
     facts: list[Fact],
     given_settings: dict[str, Any],
 ) -> None:
-    config = with_settings(given_settings)
+    config = make_config(given_settings)
     places = [fact for fact in facts if not fact.archived]
     callers: list[Caller] = [OPERATOR]
     for _ in range(3):
@@ -357,7 +357,7 @@ async def test_agents_beyond_those_that_are_told_apart_are_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That every known agent may be seen says nothing of those that there was no room to know."""
-    config = with_settings(
+    config = make_config(
         {
             "tools": {
                 "sessions": {"visibility": "all"},

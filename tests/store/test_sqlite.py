@@ -35,8 +35,9 @@ from antiphon.store.queries import Queries, Query
 from antiphon.store.sqlite import store as sqlite
 from antiphon.store.sqlite.store import SqliteStore, check_file
 from antiphon.store.statedir import StateDir
-from support.app_fixture import BOUND, dump, opened, raw
-from support.privileges import unprivileged
+from support.app_fixture import BOUND, open_test_store
+from support.databases import dump_database, query_database
+from support.privileges import drop_privileges
 
 NAME = "antiphon.db"
 OWNERS = Query("test.owners", "SELECT id FROM owners ORDER BY id")
@@ -153,7 +154,7 @@ async def test_closing_finishes_what_was_asked_for(tmp_path: Path) -> None:
     await asyncio.sleep(0)
     await store.close()
     await asyncio.gather(*work)
-    assert len(raw(tmp_path / NAME, "SELECT * FROM owners")) == 300
+    assert len(query_database(tmp_path / NAME, "SELECT * FROM owners")) == 300
     with pytest.raises(StoreReadOnly):
         await store.tx(put, "late")
     await store.close()  # twice is as good as once
@@ -236,13 +237,13 @@ async def test_a_full_disk_changes_nothing_and_is_survived(tmp_path: Path) -> No
     )
     assert isinstance(outcomes[1], StoreFull)
     assert "Free some disk space" in outcomes[1].hint
-    kept = {row["input"] for row in raw(tmp_path / NAME, "SELECT input FROM usage")}
+    kept = {row["input"] for row in query_database(tmp_path / NAME, "SELECT input FROM usage")}
     assert kept == ({1} if outcomes[0] is None else set())  # what was told is what is so
     assert ("small" in await store.read(owners)) == (outcomes[2] is None)
     assert "before" in await store.read(owners)
     await store.tx(ask, UNLIMIT)
     await store.tx(append, 3, "x" * 500_000)
-    assert len(raw(tmp_path / NAME, "SELECT 1 FROM usage WHERE input = 3")) == 1
+    assert len(query_database(tmp_path / NAME, "SELECT 1 FROM usage WHERE input = 3")) == 1
     await store.close()
     check_file(tmp_path / NAME)
 
@@ -253,7 +254,7 @@ async def test_a_directory_that_cannot_be_written_is_said_to_be_so(open_path: Pa
     state = open_path / "state"
     state.mkdir(mode=0o755)
     state.chmod(0o555)
-    with unprivileged():
+    with drop_privileges():
         with pytest.raises(StoreReadOnly) as refused:
             async with open_app_operations(Config(), state):
                 pass
@@ -269,14 +270,14 @@ async def test_a_file_that_cannot_be_written_is_said_to_be_so(open_path: Path) -
     store = await SqliteStore.open(open_path / NAME)
     await store.close()
     (open_path / NAME).chmod(0o444)
-    with unprivileged(), pytest.raises(StoreReadOnly, match=rf"{NAME}' cannot be opened for writing"):
+    with drop_privileges(), pytest.raises(StoreReadOnly, match=rf"{NAME}' cannot be opened for writing"):
         await SqliteStore.open(open_path / NAME)
 
 
 @contextmanager
 def _closed(folder: Path) -> Generator[None]:
     folder.chmod(0o555)
-    with unprivileged():
+    with drop_privileges():
         yield
 
 
@@ -317,7 +318,7 @@ async def test_what_may_only_be_read_can_be_read(
 async def test_a_file_that_cannot_be_reached_is_said_to_be_so(open_path: Path) -> None:
     await filled(open_path / NAME)
     (open_path / "locked").mkdir(mode=0)
-    with unprivileged(), pytest.raises(StoreReadOnly):
+    with drop_privileges(), pytest.raises(StoreReadOnly):
         await SqliteStore.open(open_path / "locked" / NAME)
 
 
@@ -402,8 +403,8 @@ async def test_looking_where_nothing_is_creates_nothing(tmp_path: Path) -> None:
 async def test_a_file_from_the_future_is_refused_untouched(tmp_path: Path) -> None:
     path = tmp_path / NAME
     await filled(path)
-    raw(path, "PRAGMA user_version = 9999")
-    raw(path, "PRAGMA wal_checkpoint(TRUNCATE)")
+    query_database(path, "PRAGMA user_version = 9999")
+    query_database(path, "PRAGMA wal_checkpoint(TRUNCATE)")
     before = path.read_bytes()
     with pytest.raises(StoreNewer) as refused:
         await SqliteStore.open(path)
@@ -553,7 +554,7 @@ def test_each_version_is_reached_from_the_one_before(tmp_path: Path, monkeypatch
 
 async def planted(path: Path) -> None:
     """A new file with a session in it."""
-    async with opened(path):
+    async with open_test_store(path):
         pass
     plant(path)
 
@@ -569,11 +570,11 @@ def schema(version: int) -> Generator[None]:
 
 def plant(path: Path) -> None:
     """A session, as every version has had them."""
-    raw(
+    query_database(
         path / NAME,
         "INSERT INTO transcripts (session_id, key, reason, started_at) VALUES ('t', 'k', 'new', 1)",
     )
-    raw(
+    query_database(
         path / NAME,
         "INSERT INTO sessions (key, session_id, transcript, agent_id, kind, created_at, updated_at)"
         " VALUES ('k', 't', 1, 'main', 'main', 1, 1)",
@@ -583,7 +584,9 @@ def plant(path: Path) -> None:
 def assert_carried_over(path: Path, kept: dict[str, list[tuple[Any, ...]]]) -> None:
     """The file is of the newest version and sound, and has everything that was in it."""
     assert_kept(path, kept)
-    assert raw(path / NAME, "PRAGMA user_version") == [{"user_version": len(migrations.load_migrations())}]
+    assert query_database(path / NAME, "PRAGMA user_version") == [
+        {"user_version": len(migrations.load_migrations())}
+    ]
     check_file(path / NAME)
 
 
@@ -608,21 +611,21 @@ async def test_a_broken_file_of_an_older_schema_is_refused_untouched(tmp_path: P
 async def test_jobs_come_to_a_file_of_schema_1_and_take_nothing_from_it(tmp_path: Path) -> None:
     with schema(1):
         # A run that has ended, one that was cut off and one that waits, as the version before leaves them.
-        async with opened(tmp_path) as store:
+        async with open_test_store(tmp_path) as store:
             for n in range(3):
                 await store.tx(append, n, f"r{n}")
-        raw(tmp_path / NAME, "INSERT INTO owners (id, lease_until) VALUES ('somebody', 1)")
+        query_database(tmp_path / NAME, "INSERT INTO owners (id, lease_until) VALUES ('somebody', 1)")
         plant(tmp_path)
         for state, ended in [("ok", 5), ("running", None), ("queued", None)]:
-            raw(
+            query_database(
                 tmp_path / NAME,
                 "INSERT INTO runs (id, session, origin, digest, input, state, created_at, ended_at)"
                 " VALUES (?, 1, 'cron', '', '{}', ?, 1, ?)",
                 f"cron:{state}", state, ended,
             )  # fmt: skip
-        assert raw(tmp_path / NAME, "PRAGMA user_version") == [{"user_version": 1}]
-        kept = dump(tmp_path / NAME)
-    async with opened(tmp_path) as store:
+        assert query_database(tmp_path / NAME, "PRAGMA user_version") == [{"user_version": 1}]
+        kept = dump_database(tmp_path / NAME)
+    async with open_test_store(tmp_path) as store:
         assert await store.read(jobs.load_overview) == (0, None)
         unfinished = await store.read(ask, jobs.SQL.count_unfinished_runs)
         assert unfinished is not None and unfinished["runs"] == 2
@@ -631,7 +634,7 @@ async def test_jobs_come_to_a_file_of_schema_1_and_take_nothing_from_it(tmp_path
 
 def assert_kept(path: Path, kept: dict[str, list[tuple[Any, ...]]]) -> None:
     """Every table that was there has the rows that it had; columns that are new come after the others."""
-    now = dump(path / NAME)
+    now = dump_database(path / NAME)
     del kept["sqlite_sequence"]  # it lists the new tables, too
     for name, rows in kept.items():
         width = len(rows[0]) if rows else 0
@@ -643,7 +646,7 @@ def assert_kept(path: Path, kept: dict[str, list[tuple[Any, ...]]]) -> None:
 async def test_runs_of_schema_4_are_carried_on_and_lead_to_nothing(tmp_path: Path) -> None:
     """What was accepted before exchanges and tasks existed is finished after, as if they did not."""
     with schema(4):
-        async with opened(tmp_path):
+        async with open_test_store(tmp_path):
             pass
         question = '{"role":"user","content":"say hello","timestamp":1}'
         statements: list[tuple[str, tuple[object, ...]]] = [
@@ -675,13 +678,13 @@ async def test_runs_of_schema_4_are_carried_on_and_lead_to_nothing(tmp_path: Pat
             ),
         ]
         for statement, params in statements:
-            raw(tmp_path / NAME, statement, *params)
+            query_database(tmp_path / NAME, statement, *params)
     async with open_app_operations(Config(), tmp_path) as operations:
         for run_id in ("cut", "waiting"):
             view = await operations.wait(Caller.operator(), run_id, BOUND)
             assert (view.state, view.reply) == ("ok", "hello")
     for table in ("exchanges", "tasks", "deliveries", "chains"):
-        assert raw(tmp_path / NAME, f"SELECT * FROM {table}") == []  # noqa: S608
+        assert query_database(tmp_path / NAME, f"SELECT * FROM {table}") == []  # noqa: S608
     check_file(tmp_path / NAME)
 
 
@@ -691,16 +694,18 @@ async def test_what_was_said_before_schema_3_can_be_searched_after(tmp_path: Pat
     with schema(2):
         await planted(tmp_path)
         for seq, word in enumerate(("lost", "found", "{damaged")):
-            raw(
+            query_database(
                 tmp_path / NAME,
                 "INSERT INTO messages (transcript, seq, entry, role, body, created_at)"
                 " VALUES (1, ?, 'e', 'user', ?, 1)",
                 seq, word if word[0] == "{" else f'{{"role":"user","content":"{word}","timestamp":1}}',
             )  # fmt: skip
-        raw(tmp_path / NAME, "DELETE FROM messages WHERE seq = 0")  # so that the numbers have a gap
-        assert raw(tmp_path / NAME, "PRAGMA user_version") == [{"user_version": 2}]
-        kept = dump(tmp_path / NAME)
-    async with opened(tmp_path) as store:
+        query_database(
+            tmp_path / NAME, "DELETE FROM messages WHERE seq = 0"
+        )  # so that the numbers have a gap
+        assert query_database(tmp_path / NAME, "PRAGMA user_version") == [{"user_version": 2}]
+        kept = dump_database(tmp_path / NAME)
+    async with open_test_store(tmp_path) as store:
         assert await store.read(search.load_index_position) == (0, 3)
         assert await store.tx(search.index_entries, search.INDEX_BATCH_ENTRIES) == 3
         rows, _, _ = await store.read(search.find_entries, search.SearchQuery(query="found", limit=5))
@@ -720,8 +725,8 @@ async def test_what_schema_7_had_indexed_is_indexed_again_and_found_once(tmp_pat
             "INSERT INTO message_words (rowid, words, scope) VALUES (1, 'found', 's1 a6D61696E said')",
             "UPDATE search_cursor SET message = 1",
         ):
-            raw(tmp_path / NAME, statement)
-    async with opened(tmp_path) as store:
+            query_database(tmp_path / NAME, statement)
+    async with open_test_store(tmp_path) as store:
         assert await store.read(search.load_index_position) == (0, 1)
         await search.catch_up_index(store)
         rows, complete, _ = await store.read(search.find_entries, search.SearchQuery(query="found", limit=5))
@@ -773,7 +778,7 @@ QUEUES = {
 @pytest.mark.requirement("G22", "G24")
 @pytest.mark.anyio
 async def test_no_statement_walks_through_a_table_or_through_what_a_session_ever_ran(tmp_path: Path) -> None:
-    async with opened(tmp_path):
+    async with open_test_store(tmp_path):
         connection = sqlite3.connect(tmp_path / NAME)
         for topic in sorted({*topics()} - ELSEWHERE):
             for name in sorted(Queries(topic).names()):

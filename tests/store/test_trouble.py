@@ -22,7 +22,7 @@ from antiphon.store.queries import Query
 from antiphon.store.sqlite.store import SqliteStore
 from antiphon.store.statedir import StateDir
 from support.app_fixture import BOUND
-from support.disks import small_disk
+from support.disks import mount_small_disk
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("G21")]
 
@@ -197,7 +197,7 @@ async def test_damage_does_not_go_away_by_itself(tmp_path: Path) -> None:
 async def test_a_full_disk_is_one_from_the_first_commit_that_fails_and_until_there_is_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with small_disk(tmp_path / "disk") as disk:
+    with mount_small_disk(tmp_path / "disk") as disk:
         store = await SqliteStore.open(disk.path / NAME)
         disk.fill()
         with pytest.raises(StoreFull):
@@ -216,7 +216,7 @@ async def test_a_full_disk_is_one_from_the_first_commit_that_fails_and_until_the
 
 
 async def test_a_commit_that_is_too_large_does_not_keep_the_disk_full(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk") as disk:
+    with mount_small_disk(tmp_path / "disk") as disk:
         await (await SqliteStore.open(disk.path / NAME)).close()
         store = await SqliteStore.open(disk.path / NAME)
         before = shutil.disk_usage(disk.path).free
@@ -230,7 +230,7 @@ async def test_a_commit_that_is_too_large_does_not_keep_the_disk_full(tmp_path: 
 
 async def test_a_reader_does_not_make_everybody_wait_where_there_is_no_room(tmp_path: Path) -> None:
     """It keeps the log from being made smaller; a backup may last for as long as the disk is full."""
-    with small_disk(tmp_path / "disk") as disk:
+    with mount_small_disk(tmp_path / "disk") as disk:
         store = await SqliteStore.open(disk.path / NAME)
         await store.tx(put, "a")
         with closing(sqlite3.connect(disk.path / NAME, isolation_level=None)) as reader:
@@ -244,7 +244,7 @@ async def test_a_reader_does_not_make_everybody_wait_where_there_is_no_room(tmp_
 
 
 async def test_a_directory_for_which_there_is_no_room_is_said_to_be_so(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", files=1) as disk:
+    with mount_small_disk(tmp_path / "disk", files=1) as disk:
         with pytest.raises(StoreFull, match="no room left"):
             StateDir.open_locked(disk.path / "state")
         assert not (disk.path / "state").exists()

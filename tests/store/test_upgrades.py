@@ -26,7 +26,8 @@ from antiphon.config import Config
 from antiphon.store.migrations import load_migrations, select_missing_migrations
 from antiphon.store.postgres.connection import PgServer
 from antiphon.store.sqlite.store import check_file
-from support.app_fixture import BOUND, opened, raw
+from support.app_fixture import BOUND, open_test_store
+from support.databases import query_database
 
 pytestmark = pytest.mark.anyio
 
@@ -153,23 +154,25 @@ async def test_a_file_of_the_schema_before_is_brought_up(tmp_path: Path, upgrade
 
     async def bring(version: int) -> None:
         with schema(version):
-            async with opened(tmp_path):
+            async with open_test_store(tmp_path):
                 pass
 
     async def tell(statement: str) -> Rows:
-        return raw(path, statement)
+        return query_database(path, statement)
 
     async def look() -> dict[str, Rows]:
-        names = raw(path, "SELECT name FROM sqlite_schema WHERE type = 'table' AND sql NOT LIKE '%fts5%'")
+        names = query_database(
+            path, "SELECT name FROM sqlite_schema WHERE type = 'table' AND sql NOT LIKE '%fts5%'"
+        )
         shadows = ("message_words", "session_names")  # of the indexes
         return {
-            row["name"]: raw(path, f"SELECT * FROM {row['name']}")  # noqa: S608
+            row["name"]: query_database(path, f"SELECT * FROM {row['name']}")  # noqa: S608
             for row in names
             if not row["name"].startswith(shadows)
         }
 
     await _upgrade(upgrade, bring, tell, look)
-    assert raw(path, "PRAGMA user_version") == [{"user_version": upgrade.version}]
+    assert query_database(path, "PRAGMA user_version") == [{"user_version": upgrade.version}]
     await _goes_on(Config(), tmp_path)
     check_file(path)
 

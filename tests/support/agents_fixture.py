@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from antiphon import keys
 from antiphon.access import Caller
@@ -31,16 +31,17 @@ from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import AgentFunction, FunctionRuntime
 from antiphon.views import RunView
 from support import app_fixture
-from support.app_fixture import BOUND, DATABASE, MAIN, OPERATOR, raw, text
+from support.app_fixture import BOUND, DATABASE, MAIN, OPERATOR, make_answer
 from support.commit_watcher import CommitWatcher
+from support.databases import query_database
 
 HELPER = "agent:helper:main"
-QUICK = EngineTimings(sweep=0.02)
-OPEN = {"tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}}}
+QUICK_TIMINGS = EngineTimings(sweep=0.02)
+OPEN_ACCESS = {"tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}}}
 """Everybody may see and write to everybody."""
 
 Answer = str | AssistantMessage
-until = app_fixture.until  # for what is not in the store; `Troupe.until` is for what is
+wait_until = app_fixture.wait_until  # for what is not in the store; `Troupe.until` is for what is
 _numbers = itertools.count(1)
 
 
@@ -51,15 +52,20 @@ def make_agents_config(*agents: str | Mapping[str, Any], **sections: Any) -> Con
     ]
     if all(agent["id"] != "main" for agent in listed):
         listed.insert(0, {"id": "main", "default": True})
-    return Config.model_validate(merged({"agents": {"list": listed}}, merged(OPEN, sections)))
+    return Config.model_validate(
+        merge_settings({"agents": {"list": listed}}, merge_settings(OPEN_ACCESS, sections))
+    )
 
 
-def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, the second where they differ."""
+def merge_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two settings recursively; the second wins where they differ."""
     result = dict(one)
     for name, value in other.items():
         below = result.get(name)
-        result[name] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value  # pyright: ignore[reportUnknownArgumentType]
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            result[name] = merge_settings(cast(Mapping[str, Any], below), cast(Mapping[str, Any], value))
+        else:
+            result[name] = value
     return result
 
 
@@ -77,14 +83,14 @@ class ScriptedAgent:
         answer = self._answer(prompt) if callable(self._answer) else self._answer
         if isinstance(answer, Awaitable):
             answer = await answer
-        return text(answer) if isinstance(answer, str) else answer
+        return make_answer(answer) if isinstance(answer, str) else answer
 
     def list_prompts(self, phase: str) -> list[Prompt]:
         """The prompts of one kind of step: `request`, `turn`, `announce` or `wake`."""
-        return [prompt for prompt in self.prompts if phase_of(prompt) == phase]
+        return [prompt for prompt in self.prompts if get_phase(prompt) == phase]
 
 
-def phase_of(prompt: Prompt) -> str:
+def get_phase(prompt: Prompt) -> str:
     return _phase(prompt.run_id)
 
 
@@ -100,7 +106,7 @@ def get_last_user_text(prompt: Prompt) -> str:
     return said
 
 
-def result_in(prompt: Prompt) -> dict[str, Any] | None:
+def get_tool_result(prompt: Prompt) -> dict[str, Any] | None:
     """What the tool answered, if that is what the model is to go on from."""
     last: Message = prompt.messages[-1]
     return json.loads(last.text) if isinstance(last, ToolResult) else None
@@ -187,7 +193,7 @@ class AgentsFixture:
 
     def rows(self, sql: str, *params: object) -> list[dict[str, Any]]:
         """Past everything, from the file."""
-        return raw(self.path / DATABASE, sql, *params)
+        return query_database(self.path / DATABASE, sql, *params)
 
     async def transcript(self, session: str = MAIN) -> list[dict[str, Any]]:
         wanted = HistoryFilter(limit=1000, include_tools=True, after=0)
@@ -237,7 +243,7 @@ async def open_agents_fixture(
     functions: Mapping[str, AgentFunction | ScriptedAgent] | None = None,
     channels: Mapping[str, DeliveryChannel] | None = None,
     clock: Clock | None = None,
-    pace: EngineTimings = QUICK,
+    pace: EngineTimings = QUICK_TIMINGS,
     tools: Any = None,
 ) -> AsyncGenerator[AgentsFixture]:
     """Open it, and close it when the block is left; agents without a function are the rehearsal model."""
@@ -257,7 +263,7 @@ async def open_agents_fixture(
         yield AgentsFixture(opened, path, commits)
 
 
-async def warnings_of(
+async def list_changed_sessions(
     agents: AgentsFixture, reason: str, cause: Callable[[], Awaitable[object]]
 ) -> list[str]:
     """The keys of the sessions of which everybody was told that, while that was done and until it is quiet."""

@@ -37,9 +37,7 @@ from antiphon.store import Row, Store, Tx
 from antiphon.store.factory import CommitPhase
 from antiphon.store.transcript_files import TranscriptFiles
 from antiphon.views import RunView
-from support.databases import dump, open_test_database, raw
-
-__all__ = ["dump", "raw"]
+from support.databases import open_test_database, query_database
 
 OPERATOR = Caller.operator()
 MAIN = "agent:main:main"
@@ -82,7 +80,7 @@ class AppFixture:
 
     def rows(self, sql: str, *params: object) -> list[dict[str, Any]]:
         """Past everything, from the database."""
-        return raw(self.path, sql, *params)
+        return query_database(self.path, sql, *params)
 
 
 async def _create(tx: Tx, key: str, parent: str | None, now: int) -> Row:
@@ -93,7 +91,9 @@ async def _create(tx: Tx, key: str, parent: str | None, now: int) -> Row:
 
 
 @asynccontextmanager
-async def opened(path: Path, on_commit: Callable[[CommitPhase], None] | None = None) -> AsyncGenerator[Store]:
+async def open_test_store(
+    path: Path, on_commit: Callable[[CommitPhase], None] | None = None
+) -> AsyncGenerator[Store]:
     store = await open_test_database(path / DATABASE, on_commit=on_commit)
     try:
         yield store
@@ -174,7 +174,7 @@ async def open_app_fixture(
             await own.close()
 
 
-def tool(
+def make_tool(
     name: str,
     invoke: Callable[[ToolRequest], Awaitable[ToolOutput]],
     *,
@@ -185,33 +185,33 @@ def tool(
     return Tool(spec=spec, invoke=invoke, after_crash="settle" if settle else "report", acts=acts)
 
 
-def calls(*names: str, **arguments: Any) -> AssistantMessage:
+def make_tool_calls(*names: str, **arguments: Any) -> AssistantMessage:
     """An answer that asks for these tools."""
     blocks = [ToolCall(id=f"{name}_{i}", name=name, arguments=arguments) for i, name in enumerate(names)]
     return AssistantMessage(content=[*blocks], timestamp=1)
 
 
-def text(words: str, **options: Any) -> AssistantMessage:
+def make_answer(words: str, **options: Any) -> AssistantMessage:
     return AssistantMessage(content=[TextBlock(text=words)], timestamp=1, **options)
 
 
-async def soon(happened: asyncio.Event) -> None:
+async def wait_for_event(happened: asyncio.Event) -> None:
     """Wait for something that must happen."""
     await asyncio.wait_for(happened.wait(), BOUND)
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+async def wait_until(condition: Callable[[], Awaitable[bool]]) -> None:
     """For what no event tells of: look again until it is so."""
     async with asyncio.timeout(BOUND):
         while not await condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0)
 
 
-def with_settings(settings: Mapping[str, Any]) -> Config:
+def make_config(settings: Mapping[str, Any]) -> Config:
     return Config.model_validate(settings)
 
 
-def unframed(text: str) -> str:
+def strip_frame(text: str) -> str:
     """What stands between the markers of a frame; a text that is not framed as it is."""
     found = re.search(r"<<<data (\w+)>>>\n(.*)\n<<<end \1>>>$", text, re.DOTALL)
     return found[2] if found else text

@@ -23,7 +23,7 @@ from antiphon.store.sqlite.store import SqliteStore
 from cluster.database import Postgres
 
 BOUND = 10.0
-REFUSED = (sqlite3.IntegrityError, IntegrityConstraintViolationError)
+CONSTRAINT_ERRORS = (sqlite3.IntegrityError, IntegrityConstraintViolationError)
 """What `raw` raises where the schema does not allow it."""
 _ASIDE = (
     "watch", "message_words", "search_cursor", "owners", "unindexed", "schema_version", "commits",
@@ -67,7 +67,7 @@ async def open_store(
     )
 
 
-def raw(path: Path, sql: str, *params: object) -> list[dict[str, Any]]:
+def query_database(path: Path, sql: str, *params: object) -> list[dict[str, Any]]:
     """A statement with `?` for its parameters, past the store."""
     if chosen.postgres is not None:
         numbers = count(1)
@@ -82,10 +82,10 @@ def raw(path: Path, sql: str, *params: object) -> list[dict[str, Any]]:
         connection.close()
 
 
-def dump(path: Path, *, besides: Iterable[str] = ()) -> dict[str, list[tuple[Any, ...]]]:
+def dump_database(path: Path, *, besides: Iterable[str] = ()) -> dict[str, list[tuple[Any, ...]]]:
     """Every row of every table, to see that nothing changed; what a chore writes by itself is left out."""
     tables = "SELECT name FROM sqlite_schema WHERE type = 'table'" if chosen.postgres is None else _TABLES
-    names = [row["name"] for row in raw(path, tables)]
+    names = [row["name"] for row in query_database(path, tables)]
     names = [name for name in names if name not in besides and not name.startswith(_ASIDE)]
     contents = _all(path, [f'SELECT * FROM "{name}"' for name in names])  # noqa: S608
     return {
@@ -97,4 +97,4 @@ def dump(path: Path, *, besides: Iterable[str] = ()) -> dict[str, list[tuple[Any
 def _all(path: Path, statements: list[str]) -> list[list[dict[str, Any]]]:
     if chosen.postgres is not None:
         return chosen.postgres.look(path, *statements)
-    return [raw(path, statement) for statement in statements]
+    return [query_database(path, statement) for statement in statements]

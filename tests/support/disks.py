@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SIZE = 3 * 2**20
+DISK_BYTES = 3 * 2**20
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,18 @@ class Disk:
 
 
 @contextmanager
-def small_disk(path: Path, files: int = 0) -> Generator[Disk]:
+def mount_small_disk(path: Path, files: int = 0) -> Generator[Disk]:
     """With room for so many files and directories, itself among them; for any number with 0."""
     path.mkdir(mode=0o700)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE},nr_inodes={files},mode=700", "tmpfs", str(path)]
+    command = [
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        f"size={DISK_BYTES},nr_inodes={files},mode=700",
+        "tmpfs",
+        str(path),
+    ]
     try:
         done = subprocess.run(command, capture_output=True, check=False, timeout=10)
     except FileNotFoundError:

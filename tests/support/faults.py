@@ -26,10 +26,10 @@ Kind = Literal[
     "cut store", "cut bus", "stall store", "stall bus",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
-SKEW = 30.0  # seconds
-LANES = "-lanes"  # how the name of their stream ends
-TOGETHER = 0.4  # how many of the faults go on while the next one comes
-PLACES = {
+SKEW_SECONDS = 30.0  # seconds
+LANE_STREAM_SUFFIX = "-lanes"  # how the name of their stream ends
+OVERLAP_PROBABILITY = 0.4  # how many of the faults go on while the next one comes
+FAULT_LOCATIONS = {
     "bus gone": "bus", "bus empty": "bus", "bus frozen": "bus", "purge": "bus", "drop stream": "bus", "cut bus": "bus",
     "stall bus": "bus", "store gone": "store", "cut store": "store", "stall store": "store",
 }  # fmt: skip
@@ -65,7 +65,9 @@ def _fault(dice: random.Random, kind: Kind) -> Fault:
     lasting = (
         dice.uniform(1.2, 2.0) * ACK_WAIT if kind in {"pause", "stall store"} else dice.uniform(0.2, 1.5)
     )
-    return Fault(dice.uniform(0.2, 1.0), kind, dice.randrange(3), lasting, dice.random() < TOGETHER)
+    return Fault(
+        dice.uniform(0.2, 1.0), kind, dice.randrange(3), lasting, dice.random() < OVERLAP_PROBABILITY
+    )
 
 
 @dataclass
@@ -96,7 +98,7 @@ class FaultInjector:
 
     async def _inject_in_turn(self, fault: Fault) -> None:
         """Nothing has two faults at once: a server that is away cannot be taken away."""
-        async with self._busy.setdefault(PLACES.get(fault.kind, "replicas"), asyncio.Lock()):
+        async with self._busy.setdefault(FAULT_LOCATIONS.get(fault.kind, "replicas"), asyncio.Lock()):
             began = time()
             await self._inject_fault(fault)
             append(self.replica_set.home / "weather.txt", f"{began:.3f} {time():.3f} {fault}")
@@ -147,7 +149,7 @@ class FaultInjector:
             assert await replica.leave() == 0, replica.read_log()[-3000:]
         else:
             await replica.kill()
-        skew = 0.0 if fault.kind != "skew" else SKEW if fault.lasting > 0.85 else -SKEW
+        skew = 0.0 if fault.kind != "skew" else SKEW_SECONDS if fault.lasting > 0.85 else -SKEW_SECONDS
         self._returning.append(asyncio.create_task(self._return(replica, fault.lasting, skew)))
 
     async def _return(self, replica: ReplicaProcess, after: float, skew: float) -> None:
@@ -180,7 +182,7 @@ class FaultInjector:
             change = manager.purge_stream if kind == "purge" else manager.delete_stream
             with suppress(JetStreamError):  # one that another fault has just taken away
                 for stream in await manager.streams_info():
-                    if stream.config.name.endswith(LANES):
+                    if stream.config.name.endswith(LANE_STREAM_SUFFIX):
                         await change(stream.config.name)
         finally:
             await client.close()

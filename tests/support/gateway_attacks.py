@@ -34,7 +34,7 @@ LIMITED = (
 )
 
 
-def frame(head: int, size: int) -> bytes:
+def make_frame_head(head: int, size: int) -> bytes:
     """The head of a client's frame, with a mask that changes nothing."""
     if size < 126:
         return struct.pack("!BB", head, 0x80 | size) + NO_MASK
@@ -67,7 +67,7 @@ class AttackedGateway:
                 "client": {"id": "test", "version": "1", "platform": "linux", "mode": "test"},
                 "auth": {"token": self.token},
             }
-            ask(client, "connect", introduction)
+            call_method(client, "connect", introduction)
             yield client
 
     def raw(self, *, reads: bool = True) -> socket.socket:
@@ -88,7 +88,7 @@ class AttackedGateway:
         return [stack.enter_context(self.raw()) for _ in range(count)]
 
 
-def ask(client: ClientConnection, method: str, params: Mapping[str, object] | None = None) -> object:
+def call_method(client: ClientConnection, method: str, params: Mapping[str, object] | None = None) -> object:
     client.send(json.dumps({"type": "req", "id": method, "method": method, "params": dict(params or {})}))
     until = time.monotonic() + BOUND
     while True:
@@ -178,7 +178,7 @@ class HealthProbe:
                 ready.set()
                 while not self._stop.is_set():
                     begun = time.monotonic()
-                    ask(client, "health")
+                    call_method(client, "health")
                     self.slowest = max(self.slowest, time.monotonic() - begun)
                     self.asked += 1
                     self.highest_resident_bytes = max(self.highest_resident_bytes, self.victim.resident_bytes)
@@ -200,7 +200,7 @@ def send_until_refused(peer: socket.socket, pieces: Iterable[bytes]) -> int:
     return taken
 
 
-def reset(peer: socket.socket) -> None:
+def reset_connection(peer: socket.socket) -> None:
     """Close without a word: the other side sees an error."""
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     peer.close()

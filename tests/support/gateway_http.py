@@ -29,10 +29,10 @@ from antiphon.operations import IncomingMessage, Operations
 from antiphon.runtimes import Prompt, Runtime
 from antiphon.runtimes.function import AgentFunction, FunctionRuntime
 from antiphon.views import RunView
-from support.app_fixture import BOUND, MAIN, OPERATOR, unframed
+from support.app_fixture import BOUND, MAIN, OPERATOR, strip_frame
 
 HOOK_TOKEN = "a-hook-token"
-EVERYTHING: dict[str, Any] = {
+ALL_ENDPOINTS: dict[str, Any] = {
     "gateway": {
         "http": {"endpoints": {"chatCompletions": {"enabled": True}, "responses": {"enabled": True}}}
     },
@@ -128,7 +128,7 @@ class Stream:
 
 
 @asynccontextmanager
-async def streamed(client: httpx2.AsyncClient, url: str, **options: Any) -> AsyncGenerator[Stream]:
+async def open_event_stream(client: httpx2.AsyncClient, url: str, **options: Any) -> AsyncGenerator[Stream]:
     method = options.pop("method", "GET")
     async with client.stream(method, url, **options) as response:
         assert response.status_code == 200, await response.aread()
@@ -145,11 +145,11 @@ async def echo(prompt: Prompt) -> str:
     last = prompt.messages[-1]
     assert isinstance(last, UserMessage)
     assert isinstance(last.content, str)
-    return f"heard {unframed(last.content)}"
+    return f"heard {strip_frame(last.content)}"
 
 
 @asynccontextmanager
-async def served(
+async def open_http_gateway(
     path: Path,
     agent: AgentFunction | Runtime | None = echo,
     *,
@@ -159,7 +159,7 @@ async def served(
     clock: Clock | None = None,
 ) -> AsyncGenerator[HttpGatewayFixture]:
     """Without an agent the rehearsal model answers."""
-    config = Config.model_validate(EVERYTHING if settings is None else settings)
+    config = Config.model_validate(ALL_ENDPOINTS if settings is None else settings)
     functions: dict[str, Runtime] = {}
     if agent is not None:
         functions = {"main": FunctionRuntime(agent) if callable(agent) else agent}

@@ -25,7 +25,7 @@ from antiphon.operations import Operations
 from antiphon.runtimes import Runtime
 from antiphon.runtimes.function import AgentFunction, FunctionRuntime
 from support.app_fixture import BOUND, DATABASE
-from support.gateway_http import EVERYTHING, echo
+from support.gateway_http import ALL_ENDPOINTS, echo
 
 Frame = dict[str, Any]
 READ, WRITE, ADMIN = "operator.read", "operator.write", "operator.admin"
@@ -266,7 +266,7 @@ class GatewayFixture:
 
 
 @asynccontextmanager
-async def opened(
+async def open_gateway(
     path: Path,
     agent: AgentFunction | Runtime | None = echo,
     *,
@@ -276,7 +276,7 @@ async def opened(
     clock: Clock | None = None,
 ) -> AsyncGenerator[GatewayFixture]:
     """Without an agent the rehearsal model answers."""
-    config = Config.model_validate(EVERYTHING if settings is None else settings)
+    config = Config.model_validate(ALL_ENDPOINTS if settings is None else settings)
     functions: dict[str, Runtime] = {name: FunctionRuntime(fn) for name, fn in (agents or {}).items()}
     if agent is not None:
         functions["main"] = FunctionRuntime(agent) if callable(agent) else agent

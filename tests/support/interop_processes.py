@@ -96,7 +96,7 @@ class Openclaw:
         (self.home / "openclaw.json").write_text(json.dumps(quiet))
 
     def run(self, *arguments: str, extra: Mapping[str, str] | None = None) -> Result:
-        return run([str(NODE), str(OPENCLAW), *arguments], {**self.environ, **(extra or {})})
+        return run_program([str(NODE), str(OPENCLAW), *arguments], {**self.environ, **(extra or {})})
 
     def call(self, gateway: Gateway, method: str, params: object = None, *options: str) -> Result:
         """`openclaw gateway call`, as a script would use it."""
@@ -105,16 +105,16 @@ class Openclaw:
         return self.run("gateway", "call", method, *address, *body, *options)
 
 
-def run(command: Sequence[str], environ: Mapping[str, str]) -> Result:
+def run_program(command: Sequence[str], environ: Mapping[str, str]) -> Result:
     """A program to its end."""
     null, pipe = subprocess.DEVNULL, subprocess.PIPE
-    with started(command, environ, stdin=null, stdout=pipe, stderr=pipe) as process:
+    with start_process(command, environ, stdin=null, stdout=pipe, stderr=pipe) as process:
         out, err = process.communicate(timeout=BOUND)
         return Result(process.returncode, out.decode(), err.decode())
 
 
 @contextmanager
-def started(
+def start_process(
     command: Sequence[str], environ: Mapping[str, str], *, stdin: int, stdout: int, stderr: int
 ) -> Generator[subprocess.Popen[bytes]]:
     """A program in a process group of its own, of which nothing is left afterwards."""
@@ -130,7 +130,7 @@ def started(
 
 
 @contextmanager
-def serving(directory: Path, origins: Sequence[str] = ()) -> Generator[Gateway]:
+def start_gateway(directory: Path, origins: Sequence[str] = ()) -> Generator[Gateway]:
     """The gateway on a free port with the rehearsal model, once it says that it is ready."""
     state, log = directory / "state", directory / "gateway.log"
     state.mkdir(mode=0o700, parents=True)
@@ -142,7 +142,9 @@ def serving(directory: Path, origins: Sequence[str] = ()) -> Generator[Gateway]:
     null, same = subprocess.DEVNULL, subprocess.STDOUT
     with (
         log.open("wb") as output,
-        started([*COMMAND, *options], environ, stdin=null, stdout=output.fileno(), stderr=same) as process,
+        start_process(
+            [*COMMAND, *options], environ, stdin=null, stdout=output.fileno(), stderr=same
+        ) as process,
     ):
         address = _address(process, state / "gateway.json", log)
         yield Gateway(address, _owner(state), log, process)

@@ -149,15 +149,15 @@ def _report(book: StoreSnapshot, task: Row) -> list[str]:
         wrong.append(f"task {id} is {task['phase']}, {task['announced']}, and its note is {note is not None}")
     if note is not None and note["session"] != task["requester"]:
         wrong.append(f"the note of {id} is in another session")
-    if note is not None and note["state"] not in UNDER_WAY and len(notes(book, task)) != 1:
-        wrong.append(f"the note of {id} is {len(notes(book, task))} times in the transcript")
+    if note is not None and note["state"] not in UNDER_WAY and len(list_notes(book, task)) != 1:
+        wrong.append(f"the note of {id} is {len(list_notes(book, task))} times in the transcript")
     posted = book.delivery(f"task:{id}") is not None
     if posted != (settled and task["announced"] not in SILENT | {"parent"}):
         wrong.append(f"task {id} is {task['phase']}, {task['announced']}, and its delivery is {posted}")
     return wrong
 
 
-def notes(book: StoreSnapshot, task: Row) -> list[Row]:
+def list_notes(book: StoreSnapshot, task: Row) -> list[Row]:
     """The entries that tell a requester of this task, wherever they are."""
     return [
         message

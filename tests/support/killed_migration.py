@@ -18,8 +18,8 @@ from antiphon import cli
 from antiphon.store.postgres.copy_target import CopyTarget
 from antiphon.store.sqlite import copy_source
 
-BATCH = 3
-PATIENCE = 60  # seconds that one life may take; then the alarm kills it and the test fails
+BATCH_ROWS = 3
+PROCESS_TIMEOUT_SECONDS = 60  # seconds that one life may take; then the alarm kills it and the test fails
 
 
 class Killer:
@@ -42,7 +42,7 @@ def run_migration(at: int) -> int:
         killer.reach()
 
     CopyTarget.commit = killing
-    copy_source.BATCH_ROWS = BATCH
+    copy_source.BATCH_ROWS = BATCH_ROWS
     code = cli.main(["store", "migrate", *sys.argv[1:]])
     os.write(2, f"calls {killer.count}\n".encode())
     return code
@@ -53,7 +53,7 @@ def fork(at: int) -> int:
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    signal.alarm(PATIENCE)
+    signal.alarm(PROCESS_TIMEOUT_SECONDS)
     os.dup2(2, 1)
     code = 99
     try:

@@ -115,7 +115,7 @@ class Provider:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[Provider]:
         """Serve on an ephemeral loopback port for as long as the block lasts."""
-        async with served(self) as self.url:
+        async with serve_asgi(self) as self.url:
             try:
                 yield self
             finally:
@@ -144,7 +144,7 @@ class Provider:
     async def _stream(self, api: str, answer: Answer, receive: _Receive, send: _Send) -> None:
         leaving = asyncio.create_task(_left(receive))
         try:
-            await self._send_frames(frames(api, answer), answer, leaving, send)
+            await self._send_frames(make_frames(api, answer), answer, leaving, send)
         finally:
             if leaving.done():
                 self.disconnected.set()
@@ -173,7 +173,7 @@ class Provider:
 
 
 @asynccontextmanager
-async def served(app: Any) -> AsyncGenerator[str]:
+async def serve_asgi(app: Any) -> AsyncGenerator[str]:
     """The address of an ASGI application on the loopback, for as long as the block lasts."""
     with _socket(0) as listening:
         server = _Server(_config(app))
@@ -251,7 +251,7 @@ def _invalid(problem: str) -> Json:
 
 
 @lru_cache(maxsize=256)
-def frames(api: str, answer: Answer) -> tuple[bytes, ...]:
+def make_frames(api: str, answer: Answer) -> tuple[bytes, ...]:
     """The server-sent events of an answer."""
     return tuple(_FRAMES[api](answer))
 

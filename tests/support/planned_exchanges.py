@@ -23,7 +23,7 @@ Ending = Literal["ok", "skip", "fail", "nothing"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class PlannedSend:
     """A `sessions_send`."""
 
     to: str
@@ -58,26 +58,28 @@ class Sent:
         return "ok" if self.replies else "error"
 
 
-def sending(key: str, *, says: int, wait: bool, announced: str = "delivered", to: str = HELPER) -> Sent:
+def plan_send(
+    key: str, *, says: int, wait: bool, announced: str = "delivered", to: str = HELPER
+) -> PlannedSend:
     """Words that are passed on `says - 1` times; with 0 the target fails."""
     if says == 0:
-        return Sent(to, f"fail {key}", wait, (), "run_failed", None)
+        return PlannedSend(to, f"fail {key}", wait, (), "run_failed", None)
     words = f"wörtlich  {key} ✓"
     replies = [f"{'say ' * left}{words}" for left in reversed(range(says))][: TURNS + 1]
     if says <= TURNS:
         replies.append(SKIP)
     body = f"announced {key}" if announced == "delivered" else None
     wish = {"delivered": f"\nannounce {body}", "skipped": "\nannounce ANNOUNCE_SKIP"}.get(announced, "")
-    return Sent(to, f"{'say ' * says}{words}{wish}", wait, tuple(replies), announced, body)
+    return PlannedSend(to, f"{'say ' * says}{words}{wish}", wait, tuple(replies), announced, body)
 
 
-def announcing(key: str, channel: str) -> Sent:
+def plan_announced_send(key: str, channel: str) -> PlannedSend:
     """To a group whose chat is outside."""
-    return sending(key, says=1, wait=True, to=f"agent:helper:{channel}:group:room")
+    return plan_send(key, says=1, wait=True, to=f"agent:helper:{channel}:group:room")
 
 
 @dataclass(frozen=True, slots=True)
-class Spawned:
+class PlannedSpawn:
     """A `sessions_spawn`."""
 
     task: str
@@ -91,7 +93,7 @@ class Spawned:
     """How the task ends."""
     body: str | None
     """How the report begins, if there is one."""
-    spawns: tuple[Spawned, ...] = ()
+    spawns: tuple[PlannedSpawn, ...] = ()
     wakes: int = 0
 
     @property
@@ -119,20 +121,20 @@ _ENDINGS: dict[Ending, tuple[str, str, str | None, str | None]] = {
 }
 
 
-def spawning(
+def plan_spawn(
     key: str, *, ending: Ending = "ok", announce: str = "channel", cleanup: str = "keep", agent: str = "main"
-) -> Spawned:
+) -> PlannedSpawn:
     task, outcome, result, body = (text and text.format(key=key) for text in _ENDINGS[ending])
     assert task and outcome
     announced = {"channel": "delivered", "parent": "parent", "none": "none"}[announce]
     if announced == "none" or body is None:
         announced, body = "skipped" if body is None else "none", None
-    return Spawned(task, agent, announce, cleanup, outcome, result, announced, body)
+    return PlannedSpawn(task, agent, announce, cleanup, outcome, result, announced, body)
 
 
-def nested(key: str, announce: str = "channel") -> Spawned:
+def plan_nested_spawn(key: str, announce: str = "channel") -> PlannedSpawn:
     """A sub-agent that waits for its own, which reports to its chat or only to itself."""
-    below = spawning(f"{key}-below", announce=announce)
+    below = plan_spawn(f"{key}-below", announce=announce)
     task = f"{below.call}\ncall sessions_yield {{}}\nannounce above {key}"
     body = f"Status: ok\nResult: above {key}"
-    return Spawned(task, "main", "channel", "keep", "ok", None, "delivered", body, (below,), wakes=1)
+    return PlannedSpawn(task, "main", "channel", "keep", "ok", None, "delivered", body, (below,), wakes=1)

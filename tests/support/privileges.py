@@ -11,7 +11,7 @@ assert thread, "else imported at its first use, and nobody may read Python's own
 
 
 @contextmanager
-def unprivileged() -> Generator[None]:
+def drop_privileges() -> Generator[None]:
     """Root may write everywhere, so a test run as root becomes nobody for a while."""
     if os.geteuid() != 0:
         yield

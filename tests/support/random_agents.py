@@ -31,12 +31,12 @@ from antiphon.config import Config
 from antiphon.operations import IncomingMessage, Operations
 from chaos.killer import DatabaseLocation, Killer
 
-PEOPLE = 50
-EACH = 2  # messages that a person sends to each of them
-DEPTH = 2  # of scripts within scripts
-PATIENCE = 100  # seconds that one life may take; then the alarm kills it and the test fails
+AGENT_COUNT = 50
+MESSAGES_PER_AGENT = 2  # messages that a person sends to each of them
+SCRIPT_DEPTH = 2  # of scripts within scripts
+PROCESS_TIMEOUT_SECONDS = 100  # seconds that one life may take; then the alarm kills it and the test fails
 OPERATOR = Caller.operator()
-AGENTS = [f"a{number:02}" for number in range(PEOPLE)]
+AGENTS = [f"a{number:02}" for number in range(AGENT_COUNT)]
 SETTINGS = {
     "agents": {
         "defaults": {"subagents": {"maxSpawnDepth": 2, "allowAgents": ["*"]}},
@@ -59,22 +59,22 @@ class Planned(NamedTuple):
     text: str
 
 
-def plan(seed: int) -> list[Planned]:
+def plan_messages(seed: int) -> list[Planned]:
     """The first word to each of them, in any order."""
     dice = random.Random(seed)
     numbers = itertools.count(1)
-    agents = dice.sample(AGENTS * EACH, PEOPLE * EACH)
+    agents = dice.sample(AGENTS * MESSAGES_PER_AGENT, AGENT_COUNT * MESSAGES_PER_AGENT)
     return [
-        Planned(f"m{index}", main_of(agent), script(dice, numbers, DEPTH))
+        Planned(f"m{index}", get_main_key(agent), make_script(dice, numbers, SCRIPT_DEPTH))
         for index, agent in enumerate(agents)
     ]
 
 
-def main_of(agent: str) -> str:
+def get_main_key(agent: str) -> str:
     return f"agent:{agent}:main"
 
 
-def script(dice: random.Random, numbers: Iterator[int], depth: int, *, sent: bool = False) -> str:
+def make_script(dice: random.Random, numbers: Iterator[int], depth: int, *, sent: bool = False) -> str:
     number = next(numbers)
     lines = [_call(dice, numbers, depth - 1) for _ in range(dice.choice([1, 1, 2]) if depth else 0)]
     # Not in the middle of an exchange: see the test of who yields when it was woken already.
@@ -93,15 +93,15 @@ def _call(dice: random.Random, numbers: Iterator[int], depth: int) -> str:
     agent = dice.choice(AGENTS)
     if dice.random() < 0.7:
         arguments: dict[str, Any] = {
-            "sessionKey": main_of(agent),
-            "message": script(dice, numbers, depth, sent=True),
+            "sessionKey": get_main_key(agent),
+            "message": make_script(dice, numbers, depth, sent=True),
             "timeoutSeconds": dice.choice([0, 0, 0.2, 2, 10]),
             "announce": dice.choice(["target", "target", "none"]),
         }
         if dice.random() < 0.5:
             arguments["replyBack"] = dice.choice([0, 1, 2, 5])
         return f"call sessions_send {json.dumps(arguments)}"
-    task = script(dice, numbers, depth)
+    task = make_script(dice, numbers, depth)
     arguments = {"task": task, "agentId": agent, "announce": dice.choice(["channel", "parent", "none"])}
     return f"call sessions_spawn {json.dumps(arguments)}"
 
@@ -121,7 +121,7 @@ async def run_agents(
 
 async def _submit(operations: Operations, planned: list[Planned]) -> None:
     for agent in AGENTS:
-        await operations.open(OPERATOR, main_of(agent))
+        await operations.open(OPERATOR, get_main_key(agent))
     for key, session, text in planned:
         await operations.submit(OPERATOR, IncomingMessage(session=session, content=text, idempotency_key=key))
 
@@ -132,7 +132,7 @@ def fork(life: Coroutine[Any, Any, None]) -> int:
     if child:
         life.close()
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    signal.alarm(PATIENCE)
+    signal.alarm(PROCESS_TIMEOUT_SECONDS)
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
     code = 1
     try:
@@ -144,7 +144,7 @@ def fork(life: Coroutine[Any, Any, None]) -> int:
     os._exit(code)
 
 
-def serve(live: Callable[[int | None], Coroutine[Any, Any, None]]) -> None:
+def fork_for_each_line(live: Callable[[int | None], Coroutine[Any, Any, None]]) -> None:
     """A life for each line that is read."""
     for line in sys.stdin:
         code = fork(live(int(line) if line.strip() else None))
@@ -152,8 +152,8 @@ def serve(live: Callable[[int | None], Coroutine[Any, Any, None]]) -> None:
 
 
 def main() -> None:
-    state_dir, planned = Path(sys.argv[1]), plan(int(sys.argv[2]))
-    serve(lambda kill: run_agents(state_dir, planned, kill, DatabaseLocation.of(sys.argv[3:])))
+    state_dir, planned = Path(sys.argv[1]), plan_messages(int(sys.argv[2]))
+    fork_for_each_line(lambda kill: run_agents(state_dir, planned, kill, DatabaseLocation.of(sys.argv[3:])))
 
 
 if __name__ == "__main__":

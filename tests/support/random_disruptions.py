@@ -29,12 +29,12 @@ from antiphon.operations import IncomingMessage, Operations, SendRequest, SpawnR
 from antiphon.store import Tx
 from chaos.killer import DatabaseLocation, Killer
 from support import random_agents
-from support.random_agents import OPERATOR, Planned, main_of
+from support.random_agents import OPERATOR, Planned, get_main_key
 
 AGENTS = [f"a{number:02}" for number in range(8)]
 EXTRA = [f"agent:{agent}:dashboard:extra" for agent in AGENTS[:4]]
 """Sessions that can be deleted, which main sessions cannot."""
-SESSIONS = [*map(main_of, AGENTS), *EXTRA]
+SESSIONS = [*map(get_main_key, AGENTS), *EXTRA]
 MESSAGES = 24
 DISTURBANCES = 18  # of one life
 MAX_COMMITS_BETWEEN = 12
@@ -54,17 +54,19 @@ SETTINGS = {
 }
 
 
-def plan(seed: int) -> list[Planned]:
+def plan_messages(seed: int) -> list[Planned]:
     dice, numbers = random.Random(seed), itertools.count(1)
-    return [Planned(f"m{index}", target(dice), script(dice, numbers, 2)) for index in range(MESSAGES)]
+    return [
+        Planned(f"m{index}", pick_session(dice), make_script(dice, numbers, 2)) for index in range(MESSAGES)
+    ]
 
 
-def target(dice: random.Random) -> str:
+def pick_session(dice: random.Random) -> str:
     """Often one of few, so that several who wait meet there."""
     return dice.choice(SESSIONS[:2] if dice.random() < 0.5 else SESSIONS)
 
 
-def script(dice: random.Random, numbers: Iterator[int], depth: int) -> str:
+def make_script(dice: random.Random, numbers: Iterator[int], depth: int) -> str:
     number = next(numbers)
     if depth and dice.random() < 0.4:
         return _delegation(dice, number)
@@ -103,15 +105,17 @@ def _delegation(dice: random.Random, number: int) -> str:
 def _call(dice: random.Random, numbers: Iterator[int], depth: int) -> str:
     if dice.random() < 0.5:
         arguments: dict[str, Any] = {
-            "sessionKey": target(dice),
-            "message": script(dice, numbers, depth),
+            "sessionKey": pick_session(dice),
+            "message": make_script(dice, numbers, depth),
             "timeoutSeconds": dice.choice([0, 0, 0.2, 2]),
             "announce": dice.choice(["target", "none"]),
             "replyBack": dice.choice([0, 1, 2]),
         }
         return f"call sessions_send {json.dumps(arguments)}"
     announce = dice.choice(["channel", "parent", "parent", "none"])
-    return f"call sessions_spawn {json.dumps({'task': script(dice, numbers, depth), 'announce': announce})}"
+    return (
+        f"call sessions_spawn {json.dumps({'task': make_script(dice, numbers, depth), 'announce': announce})}"
+    )
 
 
 # --- a life ---
@@ -149,8 +153,8 @@ class RandomDisruptions:
 
     def _next(self) -> Callable[[], Awaitable[object]]:
         operations, dice = self._operations, self._dice
-        session = target(dice)
-        text = script(dice, self._numbers, 1)
+        session = pick_session(dice)
+        text = make_script(dice, self._numbers, 1)
         acts: list[tuple[int, Callable[[], Awaitable[object]]]] = [
             (3, partial(operations.stop, OPERATOR, session)),
             (2, partial(self._stop_one, session)),
@@ -191,7 +195,7 @@ async def run_disrupted_agents(
     async with open_app_operations(config, state_dir, on_commit=killer) as operations:
         for session in SESSIONS:
             await operations.open(OPERATOR, session)
-        for key, session, text in plan(seed):
+        for key, session, text in plan_messages(seed):
             with suppress(AntiphonError):
                 await operations.submit(
                     OPERATOR, IncomingMessage(session=session, content=text, idempotency_key=key)
@@ -212,7 +216,7 @@ async def _record_swept(
 
 def main() -> None:
     state_dir, seed = Path(sys.argv[1]), int(sys.argv[2])
-    random_agents.serve(
+    random_agents.fork_for_each_line(
         lambda kill: run_disrupted_agents(state_dir, seed, kill, DatabaseLocation.of(sys.argv[3:]))
     )
 

@@ -31,8 +31,8 @@ from support.app_fixture import DATABASE
 
 ACK_WAIT = 2.0
 BOUND = 30.0
-STARTING = 90.0  # seconds of a start beside others, on a machine that does other things, too
-LOOK = 0.05  # seconds after which a condition is looked at again though nothing was heard
+START_TIMEOUT_SECONDS = 90.0  # seconds of a start beside others, on a machine that does other things, too
+POLL_SECONDS = 0.05  # seconds after which a condition is looked at again though nothing was heard
 HERE = Path(__file__).parents[1] / "cluster"
 Facts = dict[str, Any]
 
@@ -91,7 +91,9 @@ class ReplicaProcess:
         self.pid = self._process.pid
         self._reading = asyncio.create_task(self._read(self._process))
         coming = asyncio.create_task(self._up.wait())
-        await asyncio.wait({coming, self._reading}, timeout=STARTING, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {coming, self._reading}, timeout=START_TIMEOUT_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
         coming.cancel()
         assert self.alive, f"{self.name} did not start: {self.read_log()[-2000:]}"
 
@@ -231,7 +233,7 @@ class ReplicaSet:
         """Until a replica says something, and not for long."""
         self.changed.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(LOOK):
+            async with asyncio.timeout(POLL_SECONDS):
                 await self.changed.wait()
 
     async def until(self, true: Callable[[], bool], seconds: float = BOUND, *, what: str = "") -> None:
@@ -295,7 +297,7 @@ class ReplicaSet:
         self.tally["fenced"] = said.count("was taken over")
 
 
-def settings_of(url: str, secret: Path, bus: str, more: Facts) -> Facts:
+def make_replica_settings(url: str, secret: Path, bus: str, more: Facts) -> Facts:
     settings: Facts = {
         **SETTINGS,
         "store": {"url": url, "password": {"file": str(secret)}, "connections": 4},
@@ -335,7 +337,7 @@ async def open_replica_set(
             if number == size - 1:
                 url = url.replace(f":{postgres.port}/", f":{store_proxy.port}/")
                 bus_url = f"nats://127.0.0.1:{bus_proxy.port}"
-            settings = settings_of(url, postgres.secret, bus_url, more)
+            settings = make_replica_settings(url, postgres.secret, bus_url, more)
             made.replicas.append(ReplicaProcess(f"r{number}", home, settings, made.heard))
             stack.push_async_callback(made.replicas[-1].kill)
         await asyncio.gather(*(replica.start() for replica in made.replicas))

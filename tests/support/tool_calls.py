@@ -14,55 +14,59 @@ from antiphon.runtimes import Prompt
 from antiphon.tools import create_session_tools
 from support.app_fixture import MAIN, AppFixture
 
-ME = Caller.agent("main", MAIN)
+MAIN_AGENT = Caller.agent("main", MAIN)
 NOW = 1_700_000_000_000
-ALL = {"tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}}}
+OPEN_ACCESS = {"tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}}}
 
 
-async def silent(prompt: Prompt) -> str:
+async def answer_briefly(prompt: Prompt) -> str:
     return "."
 
 
-def tools(app: AppFixture) -> dict[str, Tool]:
+def list_tools(app: AppFixture) -> dict[str, Tool]:
     return {tool.spec.name: tool for tool in create_session_tools(app.operations)}
 
 
-async def invoked(
-    app: AppFixture, name: str, arguments: Mapping[str, Any], caller: Caller = ME
+async def invoke_tool(
+    app: AppFixture, name: str, arguments: Mapping[str, Any], caller: Caller = MAIN_AGENT
 ) -> ToolOutput:
     call = ToolRequest(caller=caller, run_id="run", call_id="call", arguments=arguments)
-    result = await tools(app)[name].invoke(call)
+    result = await list_tools(app)[name].invoke(call)
     assert json.loads(result.text) == result.details, "the text and the data say the same"
     return result
 
 
-async def ask(app: AppFixture, name: str, caller: Caller = ME, /, **arguments: Any) -> dict[str, Any]:
-    result = await invoked(app, name, arguments, caller)
+async def call_tool(
+    app: AppFixture, name: str, caller: Caller = MAIN_AGENT, /, **arguments: Any
+) -> dict[str, Any]:
+    result = await invoke_tool(app, name, arguments, caller)
     assert not result.is_error, result.text
     return result.details
 
 
-async def refused(app: AppFixture, name: str, caller: Caller = ME, /, **arguments: Any) -> dict[str, Any]:
-    result = await invoked(app, name, arguments, caller)
+async def call_refused_tool(
+    app: AppFixture, name: str, caller: Caller = MAIN_AGENT, /, **arguments: Any
+) -> dict[str, Any]:
+    result = await invoke_tool(app, name, arguments, caller)
     assert result.is_error
     assert result.details["status"] in ("error", "forbidden")
     assert result.details["error"]
     return result.details
 
 
-async def put(app: AppFixture, row: Any, *messages: Message) -> None:
+async def append_messages(app: AppFixture, row: Any, *messages: Message) -> None:
     """Append to a session's transcript, as nobody's run."""
     for message in messages:
         await app.store.tx(session_rows.append_note, row["id"], message, app.clock.now())
 
 
-def said(text: str) -> UserMessage:
+def make_user_message(text: str) -> UserMessage:
     return UserMessage(content=text, timestamp=NOW)
 
 
-def answered(text: str) -> AssistantMessage:
+def make_assistant_message(text: str) -> AssistantMessage:
     return AssistantMessage(content=[TextBlock(text=text)], timestamp=NOW, stop_reason="stop")
 
 
-def tool_result(text: str) -> ToolResult:
+def make_tool_result(text: str) -> ToolResult:
     return ToolResult(tool_call_id="c", tool_name="t", content=[TextBlock(text=text)], timestamp=NOW)

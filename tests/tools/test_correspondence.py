@@ -21,10 +21,10 @@ from antiphon.views import ExchangePage, ExchangeView
 from support.agents_fixture import (
     HELPER,
     ScriptedAgent,
+    get_phase,
     make_agents_config,
     open_agents_fixture,
-    phase_of,
-    until,
+    wait_until,
 )
 from support.app_fixture import BOUND, MAIN, OPERATOR, AppFixture, open_app_fixture
 
@@ -68,10 +68,10 @@ async def test_an_exchange_is_seen_while_it_goes_on_and_when_it_is_over(tmp_path
     free = asyncio.Event()
 
     async def answer(prompt: Prompt) -> str:
-        if phase_of(prompt) == "announce":
+        if get_phase(prompt) == "announce":
             await free.wait()
             return "told everybody"
-        return f"{phase_of(prompt)} answered"
+        return f"{get_phase(prompt)} answered"
 
     cast = {"main": ScriptedAgent(answer), "helper": ScriptedAgent(answer)}
     async with open_agents_fixture(make_agents_config("helper"), tmp_path, functions=cast) as agents:
@@ -88,7 +88,7 @@ async def test_an_exchange_is_seen_while_it_goes_on_and_when_it_is_over(tmp_path
         async def announcing() -> bool:
             return (await seen()).phase == "announce"
 
-        await until(announcing)
+        await wait_until(announcing)
         now = await seen()
         assert (now.id, now.requester_session_key, now.target_session_key) == ("k1", MAIN, HELPER)
         assert (now.turn, now.turns, now.current_run_id, now.announced) == (1, 1, "announce:k1", None)

@@ -25,17 +25,23 @@ from antiphon.operations import SessionPatch
 from antiphon.transfers.imports import import_source, scan_source
 from support.agents_fixture import (
     HELPER,
-    OPEN,
+    OPEN_ACCESS,
     AgentsFixture,
     ScriptedAgent,
+    get_phase,
     make_agents_config,
-    merged,
+    merge_settings,
     open_agents_fixture,
-    phase_of,
 )
-from support.app_fixture import BOUND, MAIN, OPERATOR, AppFixture, open_app_fixture, with_settings
+from support.app_fixture import BOUND, MAIN, OPERATOR, AppFixture, make_config, open_app_fixture
 from support.commit_watcher import CommitWatcher
-from support.tool_calls import answered, ask, put, said, silent
+from support.tool_calls import (
+    answer_briefly,
+    append_messages,
+    call_tool,
+    make_assistant_message,
+    make_user_message,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -87,7 +93,7 @@ class Wire:
 
 @asynccontextmanager
 async def wired(path: Path, **sections: Any) -> AsyncGenerator[Wire]:
-    config = Config.model_validate(merged(OPEN, sections))
+    config = Config.model_validate(merge_settings(OPEN_ACCESS, sections))
     commits = CommitWatcher()
     async with serve_gateway(config, path, port=0, on_commit=commits) as served:
         link = await GatewayConnection.open(Site(served.url, TokenRegistry.open(path).owner_token))
@@ -280,7 +286,7 @@ async def test_where_all_share_one_main_session_models_are_told_of_it_as_main(tm
         assert sent["status"] == "ok"
         await agents.call_tool("sessions_spawn", "main", task="an errand", agentId="helper")
         await agents.wait_until_idle()
-        assert [phase_of(prompt) for prompt in helper.prompts].count("request") == 2
+        assert [get_phase(prompt) for prompt in helper.prompts].count("request") == 2
         for prompt in helper.prompts:
             assert "'main'" in f"{prompt.instructions} {prompt.messages}"
             assert "global" not in f"{prompt.instructions} {prompt.messages}"
@@ -329,11 +335,13 @@ async def _same(agents: AgentsFixture, tool: str, one: str, other: str) -> bool:
 
 @pytest.mark.requirement("L1", "003-list-limit")
 async def test_a_list_has_fifty_rows_unless_told_and_two_hundred_at_most(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent, config=with_settings(WHOLE_AGENT)) as app:
+    async with open_app_fixture(tmp_path, answer_briefly, config=make_config(WHOLE_AGENT)) as app:
         for number in range(205):
             await app.create(f"agent:main:cron:{number}")
         counts = {
-            limit: (await ask(app, "sessions_list", **({} if limit is None else {"limit": limit})))["count"]
+            limit: (await call_tool(app, "sessions_list", **({} if limit is None else {"limit": limit})))[
+                "count"
+            ]
             for limit in (None, 1, 60, 200, 201, 100_000)
         }
         assert counts == {None: 50, 1: 1, 60: 60, 200: 200, 201: 200, 100_000: 200}
@@ -341,12 +349,14 @@ async def test_a_list_has_fifty_rows_unless_told_and_two_hundred_at_most(tmp_pat
 
 @pytest.mark.requirement("L1", "L2", "003-list-message-limit")
 async def test_a_row_has_no_messages_unless_asked_for_and_twenty_at_most(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as app:
-        await put(app, await app.create(MAIN), *(said(str(number)) for number in range(1, 31)))
+    async with open_app_fixture(tmp_path, answer_briefly) as app:
+        await append_messages(
+            app, await app.create(MAIN), *(make_user_message(str(number)) for number in range(1, 31))
+        )
         for none in ({}, {"messageLimit": 0}):
-            assert "messages" not in rows_of(await ask(app, "sessions_list", **none))["main"]
+            assert "messages" not in rows_of(await call_tool(app, "sessions_list", **none))["main"]
         for limit, first in ((1, 30), (3, 28), (20, 11), (21, 11), (500, 11)):
-            listed = rows_of(await ask(app, "sessions_list", messageLimit=limit))
+            listed = rows_of(await call_tool(app, "sessions_list", messageLimit=limit))
             contents = [message["content"] for message in listed["main"]["messages"]]
             assert contents == [str(number) for number in range(first, 31)]
 
@@ -354,22 +364,26 @@ async def test_a_row_has_no_messages_unless_asked_for_and_twenty_at_most(tmp_pat
 @pytest.mark.requirement("L1", "L2", "003-list-filters-together")
 async def test_kinds_limit_active_minutes_and_message_limit_work_in_one_call(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with open_app_fixture(tmp_path, silent, config=with_settings(WHOLE_AGENT), clock=clock) as app:
-        await put(app, await app.create("agent:main:cron:old"), said("long ago"))
+    async with open_app_fixture(
+        tmp_path, answer_briefly, config=make_config(WHOLE_AGENT), clock=clock
+    ) as app:
+        await append_messages(app, await app.create("agent:main:cron:old"), make_user_message("long ago"))
         clock.advance(seconds=3600)
         for number in range(4):
             row = await app.create(f"agent:main:cron:{number}")
-            await put(app, row, said(f"one {number}"), answered(f"two {number}"))
+            await append_messages(
+                app, row, make_user_message(f"one {number}"), make_assistant_message(f"two {number}")
+            )
             clock.advance(seconds=60)
         for key in (MAIN, "agent:main:hook:1", "agent:main:telegram:group:1"):
-            await put(app, await app.create(key), said("of another kind"))
+            await append_messages(app, await app.create(key), make_user_message("of another kind"))
         wanted = {"kinds": ["cron", "hook"], "activeMinutes": 30, "limit": 3, "messageLimit": 1}
-        result = await ask(app, "sessions_list", **wanted)
+        result = await call_tool(app, "sessions_list", **wanted)
         last = {key: [entry["content"] for entry in row["messages"]] for key, row in rows_of(result).items()}
         assert list(last) == ["hook:1", "cron:3", "cron:2"]
         assert last["hook:1"] == ["of another kind"]
         assert last["cron:3"] == [[{"type": "text", "text": "two 3"}]]
-        rest = await ask(app, "sessions_list", **wanted, cursor=result["nextCursor"])
+        rest = await call_tool(app, "sessions_list", **wanted, cursor=result["nextCursor"])
         assert list(rows_of(rest)) == ["cron:1", "cron:0"]
         assert "nextCursor" not in rest
 
@@ -419,9 +433,9 @@ async def furnish(app: AppFixture) -> dict[str, str]:
 
 @pytest.mark.requirement("L3", "K6", "003-row-channel")
 async def test_a_row_has_its_channel_by_one_of_the_known_names_or_its_own(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent, config=with_settings(WHOLE_AGENT)) as app:
+    async with open_app_fixture(tmp_path, answer_briefly, config=make_config(WHOLE_AGENT)) as app:
         expected = await furnish(app)
-        rows = rows_of(await ask(app, "sessions_list"))
+        rows = rows_of(await call_tool(app, "sessions_list"))
         assert {key: row["channel"] for key, row in rows.items()} == expected
         assert set(expected.values()) == {*CHANNELS, "internal", "unknown", "matrix"}
         assert all(row["provider"] == row["channel"] for row in rows.values())
@@ -429,11 +443,11 @@ async def test_a_row_has_its_channel_by_one_of_the_known_names_or_its_own(tmp_pa
 
 @pytest.mark.requirement("L3", "K6", "001-row-provider", "001-provider-as-channel")
 async def test_a_row_has_its_provider_by_the_same_rules(tmp_path: Path) -> None:
-    config = with_settings(WHOLE_AGENT)
-    async with open_app_fixture(tmp_path, silent, config=config) as app:
+    config = make_config(WHOLE_AGENT)
+    async with open_app_fixture(tmp_path, answer_briefly, config=config) as app:
         expected = await furnish(app)
         await app.ask("hello", "slack:group:7")
-        rows = rows_of(await ask(app, "sessions_list"))
+        rows = rows_of(await call_tool(app, "sessions_list"))
         assert {key: row["provider"] for key, row in rows.items()} == {
             **expected,
             "agent:main:slack:group:7": "slack",
@@ -457,10 +471,10 @@ async def test_a_row_has_its_route_in_one_form_however_it_was_recorded(tmp_path:
     source.mkdir(parents=True)
     index = {key: {"sessionId": key.split(":")[-1], "updatedAt": 1, **route} for key, route in ROUTES.items()}
     source.joinpath("sessions.json").write_text(json.dumps(index))
-    async with open_app_fixture(tmp_path, silent, config=with_settings(WHOLE_AGENT)) as app:
+    async with open_app_fixture(tmp_path, answer_briefly, config=make_config(WHOLE_AGENT)) as app:
         config = app.operations.config
         await import_source(app.store, config, scan_source(tmp_path / "old", config), 1)
-        rows = rows_of(await ask(app, "sessions_list"))
+        rows = rows_of(await call_tool(app, "sessions_list"))
         old, new, part, none = (rows[key] for key in ROUTES)
         for row in (old, new):
             assert row["deliveryContext"] == {"channel": "telegram", "to": "7", "accountId": "work"}
@@ -471,15 +485,15 @@ async def test_a_row_has_its_route_in_one_form_however_it_was_recorded(tmp_path:
 
 @pytest.mark.requirement("L3", "D2", "003-row-send-policy")
 async def test_a_row_has_its_send_policy_while_it_has_one_of_its_own(tmp_path: Path) -> None:
-    config = with_settings({"session": {"sendPolicy": {"default": "deny"}}})
-    async with open_app_fixture(tmp_path, silent, config=config) as app:
+    config = make_config({"session": {"sendPolicy": {"default": "deny"}}})
+    async with open_app_fixture(tmp_path, answer_briefly, config=config) as app:
         await app.create(MAIN)
-        assert "sendPolicy" not in rows_of(await ask(app, "sessions_list"))["main"]
+        assert "sendPolicy" not in rows_of(await call_tool(app, "sessions_list"))["main"]
         for policy in ("allow", "deny"):
             await app.operations.patch(OPERATOR, MAIN, SessionPatch(send_policy=policy))
-            assert rows_of(await ask(app, "sessions_list"))["main"]["sendPolicy"] == policy
+            assert rows_of(await call_tool(app, "sessions_list"))["main"]["sendPolicy"] == policy
         await app.operations.patch(OPERATOR, MAIN, SessionPatch(send_policy=None))
-        assert "sendPolicy" not in rows_of(await ask(app, "sessions_list"))["main"]
+        assert "sendPolicy" not in rows_of(await call_tool(app, "sessions_list"))["main"]
 
 
 # --- live transcripts ---

@@ -28,13 +28,13 @@ from support.agents_fixture import (
     RecordingChannel,
     ScriptedAgent,
     get_last_user_text,
+    get_phase,
+    get_tool_result,
     make_agents_config,
     open_agents_fixture,
-    phase_of,
-    result_in,
 )
-from support.app_fixture import BOUND, DATABASE, calls, dump, raw, soon
-from support.databases import chosen
+from support.app_fixture import BOUND, DATABASE, make_tool_calls, wait_for_event
+from support.databases import chosen, dump_database, query_database
 
 pytestmark = pytest.mark.anyio
 
@@ -64,10 +64,10 @@ class Held:
         self.free = asyncio.Event()
 
     async def __call__(self, prompt: Prompt) -> str:
-        if phase_of(prompt) == "announce":
+        if get_phase(prompt) == "announce":
             return "announced"
         self.begun.set()
-        await soon(self.free)
+        await wait_for_event(self.free)
         return self.reply
 
 
@@ -94,10 +94,10 @@ async def test_what_is_missing_or_wrong_is_named_and_nothing_is_sent(
 ) -> None:
     async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
         await agents.open_sessions(MAIN, HELPER)
-        before = dump(tmp_path / DATABASE)
+        before = dump_database(tmp_path / DATABASE)
         said = await agents.use("sessions_send", **arguments)
         assert (said["status"], said["code"], said["field"]) == ("error", "invalid_input", field)
-        assert dump(tmp_path / DATABASE) == before
+        assert dump_database(tmp_path / DATABASE) == before
 
 
 @pytest.mark.requirement("S1", "003-send-required", "003-send-session-id")
@@ -265,7 +265,7 @@ async def test_a_timeout_says_that_the_message_is_there_and_the_reply_can_be_had
         run = await agents.say(
             f'call sessions_send {{"sessionKey": "{HELPER}", "message": "well?", "timeoutSeconds": 0.05}}'
         )
-        await soon(helper.begun)
+        await wait_for_event(helper.begun)
         clock.advance(seconds=7)
         said = (await agents.wait_for_end(run)).reply or ""
         assert '"status":"timeout"' in said
@@ -294,7 +294,7 @@ async def test_a_message_behind_others_says_how_far_it_has_come(tmp_path: Path) 
     ) as agents:
         await agents.operations.open(OPERATOR, MAIN)
         await agents.say("first", HELPER)
-        await soon(helper.begun)
+        await wait_for_event(helper.begun)
         sent = {"sessionKey": HELPER, "timeoutSeconds": 0, **CALM}
         first = await agents.use("sessions_send", message="second", **sent)
         clock.advance(seconds=3)
@@ -343,7 +343,7 @@ async def test_an_exchange_without_a_reply_records_why(tmp_path: Path, ending: s
         await agents.open_sessions(MAIN, HELPER)
         if ending == "run_timed_out":  # it waits behind another one for longer than a run may take
             await agents.say("first", HELPER)
-            await soon(begun)
+            await wait_for_event(begun)
         send = asyncio.create_task(
             agents.use("sessions_send", sessionKey=HELPER, message="?", timeoutSeconds=10 * BOUND)
         )
@@ -352,7 +352,7 @@ async def test_an_exchange_without_a_reply_records_why(tmp_path: Path, ending: s
             clock.advance(days=3)
             free.set()
         elif ending == "run_stopped":
-            await soon(begun)
+            await wait_for_event(begun)
             await agents.operations.stop(OPERATOR, HELPER)
         sent = await asyncio.wait_for(send, BOUND)
         assert (sent["status"], sent["replyBack"]) == ("error", {"turns": 0, "reason": ending})
@@ -387,7 +387,7 @@ async def test_a_wait_can_be_dropped_and_taken_up_by_others_even_after_a_restart
     async with open_agents_fixture(config, tmp_path, functions={"helper": helper}) as agents:
         await agents.open_sessions(HELPER)
         waiting = asyncio.create_task(agents.operations.send(OPERATOR, wanted))
-        await soon(helper.begun)
+        await wait_for_event(helper.begun)
         waiting.cancel()
         await asyncio.wait([waiting], timeout=5)
     helper.free.set()
@@ -405,12 +405,12 @@ async def test_the_policy_of_the_target_blocks_the_send_before_anything_is_there
     async with open_agents_fixture(make_agents_config("helper", session=policy), tmp_path) as agents:
         await agents.open_sessions(MAIN, GROUP, HELPER)
         await agents.operations.patch(OPERATOR, HELPER, SessionPatch(send_policy="deny"))
-        before = dump(tmp_path / DATABASE)
+        before = dump_database(tmp_path / DATABASE)
         for target in (GROUP, HELPER):
             said = await agents.use("sessions_send", sessionKey=target, message="hello")
             assert (said["status"], said["code"]) == ("error", "send_blocked")
             assert said["error"].startswith("send blocked by session policy")
-        assert dump(tmp_path / DATABASE) == before
+        assert dump_database(tmp_path / DATABASE) == before
 
 
 @pytest.mark.requirement("S9")
@@ -456,8 +456,8 @@ async def test_a_tool_call_that_is_replayed_after_a_crash_is_one_exchange(tmp_pa
     helper = Held()
 
     def sender(prompt: Prompt) -> Any:
-        request = calls("sessions_send", agentId="helper", message="?", **CALM)
-        return str(result_in(prompt)) if result_in(prompt) else request
+        request = make_tool_calls("sessions_send", agentId="helper", message="?", **CALM)
+        return str(get_tool_result(prompt)) if get_tool_result(prompt) else request
 
     for turn in ("down", "up"):
         if turn == "up":
@@ -467,7 +467,7 @@ async def test_a_tool_call_that_is_replayed_after_a_crash_is_one_exchange(tmp_pa
         ) as agents:
             if turn == "down":
                 await agents.say("go", idempotency_key="run")
-                await soon(helper.begun)
+                await wait_for_event(helper.begun)
                 continue
             assert "at last" in ((await agents.wait_for_end("run")).reply or "")
             await agents.wait_until_idle()
@@ -571,9 +571,9 @@ def chatty(agent: str, opening: Any = None) -> ScriptedAgent:
     """Somebody who always has something to say: who it is, in which step, and how often by now."""
 
     def answer(prompt: Prompt) -> Any:
-        if opening is not None and phase_of(prompt) == "request":
-            return "sent" if result_in(prompt) else opening
-        return f"{agent} {phase_of(prompt)} {len(player.list_prompts(phase_of(prompt)))}"
+        if opening is not None and get_phase(prompt) == "request":
+            return "sent" if get_tool_result(prompt) else opening
+        return f"{agent} {get_phase(prompt)} {len(player.list_prompts(get_phase(prompt)))}"
 
     player = ScriptedAgent(answer)
     return player
@@ -581,7 +581,7 @@ def chatty(agent: str, opening: Any = None) -> ScriptedAgent:
 
 @pytest.mark.requirement("S5", "G15", "003-reply-back", "003-reply-back-alternates")
 async def test_requester_and_target_take_turns_on_the_latest_reply(tmp_path: Path) -> None:
-    main = chatty("main", calls("sessions_send", sessionKey=HELPER, message="begin"))
+    main = chatty("main", make_tool_calls("sessions_send", sessionKey=HELPER, message="begin"))
     helper = chatty("helper")
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"main": main, "helper": helper}
@@ -618,7 +618,7 @@ async def test_the_limit_is_configured_and_can_only_be_lowered(
 ) -> None:
     session = {} if configured is None else {"agentToAgent": {"maxPingPongTurns": configured}}
     wish = {} if asked is None else {"replyBack": asked}
-    sent = calls("sessions_send", sessionKey=HELPER, message="begin", announce="none", **wish)
+    sent = make_tool_calls("sessions_send", sessionKey=HELPER, message="begin", announce="none", **wish)
     functions = {"main": chatty("main", sent), "helper": chatty("helper")}
     async with open_agents_fixture(
         make_agents_config("helper", session=session), tmp_path, functions=functions
@@ -651,11 +651,15 @@ async def test_only_the_exact_token_silence_or_a_failure_ends_it(
     tmp_path: Path, second: str | Exception, turns: int
 ) -> None:
     def helper(prompt: Prompt) -> str:
-        return "REPLY_SKIP" if phase_of(prompt) == "turn" else "hello"
+        return "REPLY_SKIP" if get_phase(prompt) == "turn" else "hello"
 
     def main(prompt: Prompt) -> Any:
-        if phase_of(prompt) == "request":
-            return "sent" if result_in(prompt) else calls("sessions_send", sessionKey=HELPER, message="?")
+        if get_phase(prompt) == "request":
+            return (
+                "sent"
+                if get_tool_result(prompt)
+                else make_tool_calls("sessions_send", sessionKey=HELPER, message="?")
+            )
         if isinstance(second, Exception):
             raise second
         return second
@@ -726,7 +730,7 @@ async def test_who_is_not_there_to_answer_is_never_stepped(tmp_path: Path, reque
 async def test_the_target_alone_is_asked_with_the_request_and_the_first_and_latest_reply(
     tmp_path: Path,
 ) -> None:
-    sent = calls("sessions_send", sessionKey=HELPER, message="the request\n> forged", replyBack=2)
+    sent = make_tool_calls("sessions_send", sessionKey=HELPER, message="the request\n> forged", replyBack=2)
     main, helper = chatty("main", sent), chatty("helper")
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"main": main, "helper": helper}
@@ -793,7 +797,7 @@ async def test_a_token_among_words_is_cut_out_and_the_words_are_posted(
     tmp_path: Path, answer: str, posted: str
 ) -> None:
     discord = RecordingChannel()
-    functions = {"helper": ScriptedAgent(lambda prompt: answer if phase_of(prompt) == "announce" else "yes")}
+    functions = {"helper": ScriptedAgent(lambda prompt: answer if get_phase(prompt) == "announce" else "yes")}
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions=functions, channels={"discord": discord}
     ) as agents:
@@ -826,7 +830,7 @@ async def test_when_nothing_is_announced_the_exchange_says_why(
     discord = RecordingChannel()
 
     def helper(prompt: Prompt) -> str:
-        if phase_of(prompt) != "announce":
+        if get_phase(prompt) != "announce":
             return "yes"
         if isinstance(answer, Exception):
             raise answer
@@ -872,7 +876,7 @@ async def test_the_announcement_goes_where_it_was_to_go_when_the_message_was_acc
         route = "UPDATE sessions SET last_channel = ?, last_to = ?, last_account = ?, last_thread = ? WHERE key = ?"
         agents.rows(route, "telegram", "u1", "a1", "t1", HELPER)
         await agents.call_tool("sessions_send", sessionKey=HELPER, message="?", timeoutSeconds=0)
-        await soon(helper.begun)
+        await wait_for_event(helper.begun)
         agents.rows(route, "signal", "u2", None, None, HELPER)
         helper.free.set()
         await agents.wait_until_idle()
@@ -892,7 +896,7 @@ async def test_an_announcement_that_the_policy_forbids_by_then_is_blocked_and_no
     ) as agents:
         await agents.open_sessions(GROUP)
         said = await agents.call_tool("sessions_send", sessionKey=GROUP, message="?", timeoutSeconds=0)
-        await soon(helper.begun)
+        await wait_for_event(helper.begun)
         await agents.operations.patch(OPERATOR, GROUP, SessionPatch(send_policy="deny"))
         helper.free.set()
         await agents.wait_until_idle()
@@ -937,12 +941,12 @@ async def test_announcements_from_before_the_upgrade_are_shown_unless_they_were_
         before = await shown(agents, HELPER)
         agents.rows("UPDATE deliveries SET state = 'blocked' WHERE n = ?", first["n"])
     path = tmp_path / DATABASE
-    raw(path, "ALTER TABLE runs DROP COLUMN shown")
+    query_database(path, "ALTER TABLE runs DROP COLUMN shown")
     [upgrade] = [
         step for step in load_migrations("postgres" if chosen.postgres else "sqlite") if step.name == "shown"
     ]
     for statement in upgrade.split_statements():
-        raw(path, statement)
+        query_database(path, statement)
     async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
         assert len(before) == 6  # twice what was asked, answered and announced
         assert await shown(agents, HELPER) == [*before[:2], *before[3:]]

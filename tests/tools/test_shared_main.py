@@ -18,12 +18,13 @@ from support.agents_fixture import (
     MAIN,
     OPERATOR,
     ScriptedAgent,
+    get_phase,
+    get_tool_result,
     make_agents_config,
     open_agents_fixture,
-    phase_of,
-    result_in,
 )
-from support.app_fixture import DATABASE, calls, raw, text
+from support.app_fixture import DATABASE, make_answer, make_tool_calls
+from support.databases import query_database
 
 pytestmark = pytest.mark.anyio
 
@@ -97,12 +98,12 @@ class Delegating:
     async def __call__(self, prompt: Prompt) -> AssistantMessage:
         if "subagent" in prompt.session_key:
             await self.free.wait()
-        elif phase_of(prompt) == "request":
-            if result_in(prompt) is None:
-                return calls("sessions_spawn", task="compute", announce="parent")
+        elif get_phase(prompt) == "request":
+            if get_tool_result(prompt) is None:
+                return make_tool_calls("sessions_spawn", task="compute", announce="parent")
             if self.waits:
-                return calls("sessions_yield")
-        return text(f"{self.name} says so")
+                return make_tool_calls("sessions_yield")
+        return make_answer(f"{self.name} says so")
 
 
 @pytest.mark.requirement("K3")
@@ -136,8 +137,12 @@ async def test_replies_to_the_shared_session_are_answered_by_the_agent_that_wrot
     there = "agent:main:dashboard:there"
 
     def answer(prompt: Prompt) -> str | AssistantMessage:
-        if phase_of(prompt) == "request" and result_in(prompt) is None and prompt.session_key == "main":
-            return calls("sessions_send", sessionKey=there, message="hello", replyBack=1)
+        if (
+            get_phase(prompt) == "request"
+            and get_tool_result(prompt) is None
+            and prompt.session_key == "main"
+        ):
+            return make_tool_calls("sessions_send", sessionKey=there, message="hello", replyBack=1)
         return "helper says so"
 
     players = {"main": ScriptedAgent("main says so"), "helper": ScriptedAgent(answer)}
@@ -167,8 +172,8 @@ async def test_a_shared_session_that_an_older_replica_started_is_shown_as_main_a
         await agents.ask("say before", SIDE)
         (row,) = agents.rows("SELECT session_id FROM sessions WHERE key = ?", SIDE)
         old = row["session_id"]
-    raw(tmp_path / DATABASE, "UPDATE sessions SET key = 'global' WHERE session_id = ?", old)
-    raw(tmp_path / DATABASE, "UPDATE transcripts SET key = 'global' WHERE session_id = ?", old)
+    query_database(tmp_path / DATABASE, "UPDATE sessions SET key = 'global' WHERE session_id = ?", old)
+    query_database(tmp_path / DATABASE, "UPDATE transcripts SET key = 'global' WHERE session_id = ?", old)
     async with open_agents_fixture(make_agents_config("helper", **ONE_MAIN), tmp_path) as agents:
         assert (await agents.ask("say after", old)).reply == "after"
         assert {"before", "after"} <= {

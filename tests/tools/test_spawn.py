@@ -30,12 +30,21 @@ from support.agents_fixture import (
     RecordingChannel,
     ScriptedAgent,
     get_last_user_text,
+    get_phase,
+    get_tool_result,
     make_agents_config,
     open_agents_fixture,
-    phase_of,
-    result_in,
 )
-from support.app_fixture import BOUND, DATABASE, calls, dump, soon, text, tool, until
+from support.app_fixture import (
+    BOUND,
+    DATABASE,
+    make_answer,
+    make_tool,
+    make_tool_calls,
+    wait_for_event,
+    wait_until,
+)
+from support.databases import dump_database
 
 pytestmark = pytest.mark.anyio
 
@@ -65,7 +74,7 @@ def tools(operations: Operations) -> list[Tool]:
     async def look(call: ToolRequest) -> ToolOutput:
         return ToolOutput(text="  looked: 42\n")
 
-    return [tool("read", look), tool("write", look)]
+    return [make_tool("read", look), make_tool("write", look)]
 
 
 class Held:
@@ -80,8 +89,8 @@ class Held:
         for piece in self.pieces:
             yield piece
         self.begun.set()
-        if phase_of(prompt) == "request":
-            await soon(self.free)
+        if get_phase(prompt) == "request":
+            await wait_for_event(self.free)
         yield self.last
 
 
@@ -108,7 +117,7 @@ async def test_a_spawn_returns_at_once_and_everything_is_there(tmp_path: Path) -
         (child,) = agents.rows("SELECT * FROM sessions WHERE key = ?", said["childSessionKey"])
         assert (child["parent_key"], child["depth"], child["role"]) == (MAIN, 1, "leaf")
         assert not (await agents.operations.get_run(OPERATOR, said["runId"])).has_ended
-        await soon(helper.begun)
+        await wait_for_event(helper.begun)
         (entry,) = await agents.transcript(said["childSessionKey"])
         assert entry["content"] == "work"
         assert entry["provenance"] == {
@@ -260,11 +269,11 @@ async def refuses(
     """The tool says no, and neither the store nor the disk has changed."""
     async with open_agents_fixture(make_agents_config("helper", **sections), tmp_path) as agents:
         await agents.open_sessions(MAIN)
-        before, files = dump(tmp_path / DATABASE), files_below(tmp_path)
+        before, files = dump_database(tmp_path / DATABASE), files_below(tmp_path)
         said = await agents.use("sessions_spawn", **arguments)
         assert said["code"] == code
         assert reason is None or reason in (said.get("reason"), said.get("field"))
-        assert (dump(tmp_path / DATABASE), files_below(tmp_path)) == (before, files)
+        assert (dump_database(tmp_path / DATABASE), files_below(tmp_path)) == (before, files)
         return said
 
 
@@ -311,11 +320,11 @@ async def test_too_many_children_at_once_are_refused_until_one_has_ended(tmp_pat
     ) as agents:
         await agents.open_sessions(MAIN)
         await agents.use("sessions_spawn", task="one")
-        await soon(held.begun)
-        before = dump(tmp_path / DATABASE)
+        await wait_for_event(held.begun)
+        before = dump_database(tmp_path / DATABASE)
         said = await agents.use("sessions_spawn", task="two")
         assert (said["code"], said["reason"]) == ("spawn_refused", "children")
-        assert dump(tmp_path / DATABASE) == before
+        assert dump_database(tmp_path / DATABASE) == before
         held.free.set()
         await agents.wait_until_idle()
         assert (await agents.use("sessions_spawn", task="two"))["status"] == "accepted"
@@ -330,10 +339,10 @@ async def test_a_sub_agent_may_not_spawn_unless_the_depth_says_so(
     """Each spawns the next one as long as it may; the last has neither the tool nor the right."""
 
     def deeper(prompt: Prompt) -> AssistantMessage | str:
-        if phase_of(prompt) != "request" or result_in(prompt):
+        if get_phase(prompt) != "request" or get_tool_result(prompt):
             return "."
         may = "sessions_spawn" in [tool.name for tool in prompt.tools]
-        return calls("sessions_spawn", task="deeper") if may else "the last"
+        return make_tool_calls("sessions_spawn", task="deeper") if may else "the last"
 
     config = make_agents_config(agents={"defaults": {"subagents": {"maxSpawnDepth": depth}}})
     async with open_agents_fixture(config, tmp_path, functions={"main": ScriptedAgent(deeper)}) as agents:
@@ -343,10 +352,10 @@ async def test_a_sub_agent_may_not_spawn_unless_the_depth_says_so(
         assert [row["depth"] for row in rows] == list(range(1, deepest + 1))
         assert [row["role"] for row in rows] == ["orchestrator"] * (deepest - 1) + ["leaf"]
         last = rows[-1]["key"]
-        before = dump(tmp_path / DATABASE)
+        before = dump_database(tmp_path / DATABASE)
         said = await agents.use("sessions_spawn", last, task="further")
         assert (said["status"], said["code"], said["reason"]) == ("forbidden", "spawn_refused", "depth")
-        assert dump(tmp_path / DATABASE) == before
+        assert dump_database(tmp_path / DATABASE) == before
 
 
 # --- who may be spawned ---
@@ -384,14 +393,14 @@ async def test_what_agents_list_shows_is_what_a_spawn_accepts(
         listed = {agent["id"] for agent in (await agents.use("agents_list"))["agents"]}
         accepted: set[str] = set()
         for agent in ("main", "helper", "other", "ghost"):
-            before = dump(tmp_path / DATABASE)
+            before = dump_database(tmp_path / DATABASE)
             said = await agents.use("sessions_spawn", task="say .", agentId=agent, announce="none")
             if said["status"] == "accepted":
                 accepted.add(agent)
                 await agents.wait_until_idle()
             else:
                 assert said["status"] == "forbidden" and "agents_list" in said["error"]
-                assert dump(tmp_path / DATABASE) == before
+                assert dump_database(tmp_path / DATABASE) == before
         assert listed == accepted == may
         own = await agents.use("sessions_spawn", task="say .", announce="none")
         assert own["childSessionKey"].startswith("agent:main:subagent:")
@@ -404,14 +413,14 @@ async def test_below_an_agent_the_list_is_still_what_a_spawn_accepts(tmp_path: P
     seen: list[set[str]] = []
 
     async def helper(prompt: Prompt) -> AssistantMessage | str:
-        result = result_in(prompt)
-        if phase_of(prompt) != "request":
+        result = get_tool_result(prompt)
+        if get_phase(prompt) != "request":
             return "."
         if result is None:
-            return calls("agents_list")
+            return make_tool_calls("agents_list")
         if "agents" in result:
             seen.append({agent["id"] for agent in result["agents"]})
-            return calls("sessions_spawn", task="say .", agentId="other")
+            return make_tool_calls("sessions_spawn", task="say .", agentId="other")
         return str(result.get("reason"))
 
     config = make_agents_config(
@@ -611,7 +620,7 @@ async def test_the_time_limit_holds_across_a_restart(tmp_path: Path) -> None:
     ) as agents:
         await agents.open_sessions(MAIN)
         said = await agents.use("sessions_spawn", task="work", runTimeoutSeconds=60)
-        await soon(held.begun)
+        await wait_for_event(held.begun)
     clock.advance(seconds=61)
     async with open_agents_fixture(
         make_agents_config(), tmp_path, functions={"main": held}, clock=clock
@@ -626,8 +635,8 @@ async def test_the_time_limit_holds_across_a_restart(tmp_path: Path) -> None:
 
 def worker(reply: str, announce: str | Exception = "ANNOUNCE_SKIP", **options: Any) -> ScriptedAgent:
     def answer(prompt: Prompt) -> AssistantMessage | str:
-        if phase_of(prompt) != "announce":
-            return text(reply, **options)
+        if get_phase(prompt) != "announce":
+            return make_answer(reply, **options)
         if isinstance(announce, Exception):
             raise announce
         return announce
@@ -649,8 +658,8 @@ async def test_a_report_is_what_the_child_words_in_our_form_with_a_line_of_facts
         return all((tmp_path / "transcripts" / f"{row['session_id']}.jsonl").exists() for row in found)
 
     async def timed(prompt: Prompt) -> AssistantMessage:
-        clock.advance(seconds=65 if phase_of(prompt) == "request" else 5)
-        await until(written)  # a report names no file that does not exist
+        clock.advance(seconds=65 if get_phase(prompt) == "request" else 5)
+        await wait_until(written)  # a report names no file that does not exist
         return await child(prompt)
 
     group = "agent:main:discord:group:g1"
@@ -811,7 +820,9 @@ async def test_no_token_frame_or_address_leaves_in_a_report(tmp_path: Path) -> N
 @pytest.mark.requirement("P4", "G10", "G11", "003-announce-empty", "003-announce-status")
 async def test_an_empty_last_reply_is_reported_by_the_latest_tool_result_and_says_so(tmp_path: Path) -> None:
     main = ScriptedAgent(
-        lambda prompt: "" if prompt.messages[-1].__class__.__name__ == "ToolResult" else calls("read")
+        lambda prompt: (
+            "" if prompt.messages[-1].__class__.__name__ == "ToolResult" else make_tool_calls("read")
+        )
     )
     async with open_agents_fixture(
         make_agents_config(), tmp_path, functions={"main": main}, tools=tools
@@ -865,7 +876,7 @@ async def test_a_result_is_verbatim_up_to_a_cap_and_says_what_was_cut(tmp_path: 
 
 @pytest.mark.requirement("P1", "P5", "G40")
 async def test_a_report_for_the_parent_only_wakes_it_and_is_posted_nowhere(tmp_path: Path) -> None:
-    main = ScriptedAgent(lambda prompt: "thanks" if phase_of(prompt) in {"note", "wake"} else "found it")
+    main = ScriptedAgent(lambda prompt: "thanks" if get_phase(prompt) in {"note", "wake"} else "found it")
     async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": main}) as agents:
         await agents.open_sessions(MAIN)
         await agents.use("sessions_spawn", task="work", announce="parent")
@@ -925,7 +936,7 @@ async def test_the_report_goes_where_the_requester_was_when_it_asked(tmp_path: P
         route = "UPDATE sessions SET last_channel = ?, last_to = ? WHERE key = ?"
         agents.rows(route, "telegram", "u1", MAIN)
         await agents.use("sessions_spawn", task="work")
-        await soon(held.begun)
+        await wait_for_event(held.begun)
         agents.rows(route, "signal", "u2", MAIN)
         held.free.set()
         await agents.wait_until_idle()
@@ -1170,7 +1181,7 @@ async def test_a_sandbox_is_not_left_by_spawning_and_can_be_asked_for(
     wish = {} if sandbox is None else {"sandbox": sandbox}
     async with open_agents_fixture(config, tmp_path) as agents:
         await agents.open_sessions(MAIN)
-        before = dump(tmp_path / DATABASE)
+        before = dump_database(tmp_path / DATABASE)
         said = await agents.use("sessions_spawn", task="say .", agentId="helper", **wish)
         if accepted:
             await agents.wait_until_idle()
@@ -1178,7 +1189,7 @@ async def test_a_sandbox_is_not_left_by_spawning_and_can_be_asked_for(
             assert bool(row["sandboxed"]) == bool(target)
         else:
             assert (said["status"], said["code"], said["reason"]) == ("forbidden", "spawn_refused", "sandbox")
-            assert dump(tmp_path / DATABASE) == before
+            assert dump_database(tmp_path / DATABASE) == before
 
 
 @pytest.mark.requirement("P8", "SEC6")
@@ -1228,11 +1239,11 @@ async def test_what_fails_again_and_again_is_not_tried_for_a_while(tmp_path: Pat
             assert said["status"] == "accepted"
             await agents.wait_until_idle()
         assert {row["outcome"] for row in agents.rows("SELECT outcome FROM tasks")} == {"error"}
-        before = dump(tmp_path / DATABASE)
+        before = dump_database(tmp_path / DATABASE)
         said = await agents.use("sessions_spawn", task="fail as told")
         assert (said["status"], said["code"], said["reason"]) == ("forbidden", "spawn_refused", "breaker")
         assert said["retry_after_ms"] == 300_000
-        assert dump(tmp_path / DATABASE) == before
+        assert dump_database(tmp_path / DATABASE) == before
         other = await agents.use("sessions_spawn", task="say another task", announce="none")
         assert other["status"] == "accepted"
         clock.advance(seconds=300)
@@ -1250,15 +1261,17 @@ async def test_a_hundred_children_are_all_accepted_and_each_reports_once(tmp_pat
     async def main(prompt: Prompt) -> AssistantMessage:
         nonlocal now, most
         if prompt.session_key == MAIN:
-            if phase_of(prompt) == "wake" or result_in(prompt):
-                return text(".")
-            spawns = [calls("sessions_spawn", task=f"job {number}").content[0] for number in range(100)]
+            if get_phase(prompt) == "wake" or get_tool_result(prompt):
+                return make_answer(".")
+            spawns = [
+                make_tool_calls("sessions_spawn", task=f"job {number}").content[0] for number in range(100)
+            ]
             return AssistantMessage(content=spawns, timestamp=1)
         now += 1
         most = max(most, now)
         await asyncio.sleep(0)
         now -= 1
-        return text(prompt.session_key)
+        return make_answer(prompt.session_key)
 
     config = make_agents_config(
         agents={"defaults": {"subagents": {"maxConcurrent": 4}}}, store={"synchronous": "normal"}

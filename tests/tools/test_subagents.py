@@ -33,12 +33,13 @@ from support.agents_fixture import (
     AgentsFixture,
     ScriptedAgent,
     get_last_user_text,
+    get_phase,
+    get_tool_result,
     make_agents_config,
     open_agents_fixture,
-    phase_of,
-    result_in,
 )
-from support.app_fixture import DATABASE, calls, raw, soon, text, unframed
+from support.app_fixture import DATABASE, make_answer, make_tool_calls, strip_frame, wait_for_event
+from support.databases import query_database
 
 pytestmark = pytest.mark.anyio
 
@@ -59,29 +60,31 @@ class Nursery:
     async def __call__(self, prompt: Prompt) -> AssistantMessage:
         if prompt.session_key == MAIN:
             return self._parent(prompt)
-        job = unframed(get_last_user_text(prompt))
+        job = strip_frame(get_last_user_text(prompt))
         if job != get_last_user_text(prompt):
             self.framed.append(job)
-        if phase_of(prompt) == "announce":
-            return text("ANNOUNCE_SKIP" if "skip" in job else "" if "mute" in job else f"told of {job[-4:]}")
+        if get_phase(prompt) == "announce":
+            return make_answer(
+                "ANNOUNCE_SKIP" if "skip" in job else "" if "mute" in job else f"told of {job[-4:]}"
+            )
         self.begun[job].set()
-        await soon(self.free[job])
+        await wait_for_event(self.free[job])
         if "fail" in job:
             raise RuntimeError(job)
-        return text("" if "empty" in job else f"did {job}")
+        return make_answer("" if "empty" in job else f"did {job}")
 
     def _parent(self, prompt: Prompt) -> AssistantMessage:
-        if phase_of(prompt) == "wake":
+        if get_phase(prompt) == "wake":
             self.awake.append(prompt)
-            return text("all in")
-        result = result_in(prompt)
+            return make_answer("all in")
+        result = get_tool_result(prompt)
         if result is None:
-            spawns = [calls("sessions_spawn", task=job, label=job).content[0] for job in self.jobs]
+            spawns = [make_tool_calls("sessions_spawn", task=job, label=job).content[0] for job in self.jobs]
             return AssistantMessage(content=spawns, timestamp=1)
         return (
-            calls("sessions_yield", waitFor=self.how, message="waiting")
+            make_tool_calls("sessions_yield", waitFor=self.how, message="waiting")
             if "waitFor" not in result
-            else text(".")
+            else make_answer(".")
         )
 
 
@@ -111,7 +114,7 @@ async def test_however_the_children_end_there_is_one_wake_behind_all_their_repor
         view = await agents.ask("go")
         assert (view.state, view.reply) == ("ok", "waiting")
         for job in chance.sample(jobs, len(jobs)):
-            await soon(nursery.begun[job])
+            await wait_for_event(nursery.begun[job])
             if "kill" in job:
                 await agents.use("subagents", action="kill", target=job)
             else:
@@ -172,7 +175,7 @@ async def test_a_wait_for_children_outlives_the_house(tmp_path: Path) -> None:
     nursery = Nursery("one 1", "two 2")
     async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
         await agents.ask("go")
-        await soon(nursery.begun["two 2"])
+        await wait_for_event(nursery.begun["two 2"])
     for job in nursery.jobs:
         nursery.free[job].set()
     async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
@@ -187,7 +190,7 @@ async def test_stopping_the_parent_stops_its_children_and_wakes_nobody(tmp_path:
     async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
         await agents.ask("go")
         for job in nursery.jobs:
-            await soon(nursery.begun[job])
+            await wait_for_event(nursery.begun[job])
         await agents.operations.stop(OPERATOR, MAIN)
         await agents.wait_until_idle()
         assert marks(await agents.transcript()) == ["subagent_result", "subagent_result"]
@@ -205,7 +208,7 @@ async def test_the_list_shows_who_is_at_work_and_who_has_reported(tmp_path: Path
         make_agents_config("helper"), tmp_path, functions={"main": nursery}
     ) as agents:
         await agents.ask("go")
-        await soon(nursery.begun["work 2"])
+        await wait_for_event(nursery.begun["work 2"])
         nursery.free["work 1"].set()
 
         async def reported() -> bool:
@@ -237,7 +240,7 @@ async def test_a_child_is_stopped_by_any_of_its_names_and_reported_as_cancelled(
     nursery = Nursery("dig deep")
     async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
         await agents.ask("go")
-        await soon(nursery.begun["dig deep"])
+        await wait_for_event(nursery.begun["dig deep"])
         (child,) = (await agents.use("subagents"))["active"]
         target = {"last": "last", "all": "all", "beginning": "DIG"}.get(name) or str(child[name])
         said = await agents.use("subagents", action="kill", target=target)
@@ -298,7 +301,7 @@ async def test_a_child_that_is_steered_keeps_its_task_and_reports_once(tmp_path:
     nursery = Nursery("dig deep")
     async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
         await agents.ask("go")
-        await soon(nursery.begun["dig deep"])
+        await wait_for_event(nursery.begun["dig deep"])
         before = tasks(agents)["dig deep"]
         nursery.free["look up"].set()
         said = await agents.use("subagents", action="steer", target="dig deep", message="look up")
@@ -336,22 +339,26 @@ class Tree:
     async def __call__(self, prompt: Prompt) -> AssistantMessage:
         self.prompts.append(prompt)
         if prompt.session_key == MAIN:
-            return text("thanks")
-        if phase_of(prompt) in {"announce", "wake"}:
-            return text("the whole of it" if phase_of(prompt) == "wake" else "in a word")
+            return make_answer("thanks")
+        if get_phase(prompt) in {"announce", "wake"}:
+            return make_answer("the whole of it" if get_phase(prompt) == "wake" else "in a word")
         if get_last_user_text(prompt) == "work":
             self.begun.set()
-            await soon(self.free)
-            return text("worked")
+            await wait_for_event(self.free)
+            return make_answer("worked")
         asked = {"task": "work", "announce": self.announce}
-        return text("I have asked somebody") if result_in(prompt) else calls("sessions_spawn", **asked)
+        return (
+            make_answer("I have asked somebody")
+            if get_tool_result(prompt)
+            else make_tool_calls("sessions_spawn", **asked)
+        )
 
 
 async def under_way(tree: Tree, agents: AgentsFixture, **options: Any) -> str:
     """A manager that has ended its turn and waits for its worker."""
     await agents.open_sessions(MAIN)
     manager = (await agents.use("sessions_spawn", task="manage", **options))["childSessionKey"]
-    await soon(tree.begun)
+    await wait_for_event(tree.begun)
 
     async def waiting() -> bool:
         return tasks(agents)["manage"]["phase"] == "waiting"
@@ -429,7 +436,7 @@ async def test_the_time_of_a_manager_runs_while_it_waits(tmp_path: Path) -> None
         tree.free.set()
         await agents.wait_until_idle()
         assert tasks(agents)["manage"]["outcome"] == "timeout"
-        assert [prompt for prompt in tree.prompts if phase_of(prompt) == "wake"] == []
+        assert [prompt for prompt in tree.prompts if get_phase(prompt) == "wake"] == []
 
 
 class Busy(Tree):
@@ -438,7 +445,7 @@ class Busy(Tree):
     announce = "parent"
 
     async def __call__(self, prompt: Prompt) -> AssistantMessage:
-        if prompt.session_key != MAIN and phase_of(prompt) == "request" and result_in(prompt):
+        if prompt.session_key != MAIN and get_phase(prompt) == "request" and get_tool_result(prompt):
             await asyncio.Event().wait()
         return await super().__call__(prompt)
 
@@ -456,7 +463,7 @@ async def test_the_time_of_a_manager_is_that_of_its_workers_whoever_notices_that
     def watched(bus: LocalBus, topic: str, event: Event) -> None:
         if isinstance(event, RunChanged) and event.state == "timeout":
             sql = "SELECT cancel_at FROM runs r JOIN tasks t ON t.id = r.id WHERE t.task = 'work'"
-            stops.append(raw(tmp_path / DATABASE, sql))
+            stops.append(query_database(tmp_path / DATABASE, sql))
         if isinstance(event, StopRequested):
             asked.append(event.run_id)
         publish(bus, topic, event)
@@ -472,7 +479,7 @@ async def test_the_time_of_a_manager_is_that_of_its_workers_whoever_notices_that
         await agents.open_sessions(MAIN)
         seconds = 1 if played else 60
         said = await agents.use("sessions_spawn", task="manage", announce="parent", runTimeoutSeconds=seconds)
-        await soon(busy.begun)
+        await wait_for_event(busy.begun)
         if isinstance(clock, ManualClock):
             clock.advance(seconds=90 if noticed == "by the sweeper" else 0)
         if noticed != "after a restart":
@@ -505,15 +512,15 @@ async def test_an_announcement_whose_time_is_over_stops_nothing(tmp_path: Path) 
         match get_last_user_text(prompt):
             case "manage":
                 begun.set()
-                await soon(managed)
-            case "a second job" if result_in(prompt) is None:
-                return calls("sessions_spawn", task="work", announce="parent")
+                await wait_for_event(managed)
+            case "a second job" if get_tool_result(prompt) is None:
+                return make_tool_calls("sessions_spawn", task="work", announce="parent")
             case "a second job" | "work":
                 working.set()
-                await soon(free)
+                await wait_for_event(free)
             case _:
                 pass
-        return text("done")
+        return make_answer("done")
 
     functions = {"main": agent}
     async with open_agents_fixture(
@@ -521,10 +528,10 @@ async def test_an_announcement_whose_time_is_over_stops_nothing(tmp_path: Path) 
     ) as agents:
         await agents.open_sessions(MAIN)
         manager = (await agents.use("sessions_spawn", task="manage"))["childSessionKey"]
-        await soon(begun)
+        await wait_for_event(begun)
         await agents.say("a second job", manager)
         managed.set()
-        await soon(working)
+        await wait_for_event(working)
         clock.advance(seconds=91)
 
         async def over() -> bool:
@@ -558,7 +565,7 @@ async def test_a_child_that_is_steered_has_no_more_time_than_before(tmp_path: Pa
     ) as agents:
         await agents.open_sessions(MAIN)
         said = await agents.use("sessions_spawn", task="dig deep", runTimeoutSeconds=60)
-        await soon(nursery.begun["dig deep"])
+        await wait_for_event(nursery.begun["dig deep"])
         (first,) = agents.rows("SELECT deadline_at FROM runs WHERE id = ?", said["runId"])
         await agents.use("subagents", action="steer", target="last", message="look up")
         (run,) = agents.rows("SELECT deadline_at FROM runs WHERE origin = 'steer'")
@@ -606,7 +613,7 @@ async def test_a_report_that_waits_for_its_turn_is_not_lost_when_the_requester_i
         await agents.open_sessions(MAIN)
         said = await agents.use("sessions_spawn", task="dig deep", agentId="helper")
         await agents.say("hello")
-        await soon(busy)
+        await wait_for_event(busy)
         helper.free["dig deep"].set()
         await agents.wait_for_end(said["runId"])
 
@@ -634,7 +641,7 @@ async def repeatable(
 async def spawned(agents: AgentsFixture, nursery: Nursery, *jobs: str) -> None:
     for job in jobs:
         await agents.use("sessions_spawn", task=job, label=job)
-        await soon(nursery.begun[job])
+        await wait_for_event(nursery.begun[job])
 
 
 @pytest.mark.requirement("A2", "G3", "G16")
@@ -672,7 +679,7 @@ async def test_a_steer_that_is_repeated_is_the_same_run_of_the_same_child(tmp_pa
         asked = {"action": "steer", "target": "last", "message": "look up"}
         first = await repeatable(agents, "c", **asked)
         assert (first["status"], first["label"]) == ("accepted", "dig 1")
-        await soon(nursery.begun["look up"])
+        await wait_for_event(nursery.begun["look up"])
         await spawned(agents, nursery, "dig 2")
         assert await repeatable(agents, "c", **asked) == first
         for job in ("look up", "dig 2"):
@@ -696,7 +703,7 @@ async def test_a_child_is_steered_from_any_run_and_each_call_is_one_of_its_own(
         for number, words in enumerate(("look up", "look down")):
             asked = {"action": "steer", "target": "dig 1", "message": words}
             said.append(await repeatable(agents, f"c{number}", run_id, **asked))
-            await soon(nursery.begun[words])
+            await wait_for_event(nursery.begun[words])
         assert [answer["status"] for answer in said] == ["accepted"] * 2
         assert said[0]["runId"] != said[1]["runId"]
         nursery.free["look down"].set()
@@ -768,7 +775,7 @@ async def test_a_report_is_for_whoever_may_read_the_session_that_asked_for_it(tm
     ) as agents:
         await agents.open_sessions(MAIN, HELPER)
         said = await agents.use("sessions_spawn", task=long, announce="none")
-        await soon(nursery.begun[long])
+        await wait_for_event(nursery.begun[long])
         me, other = Caller.agent("main", MAIN), Caller.agent("helper", HELPER)
         assert await agents.operations.get_subagent_report(me, said["runId"]) is None
         nursery.free[long].set()
@@ -836,16 +843,16 @@ async def test_what_has_reported_while_a_turn_went_on_counts_for_its_wait(tmp_pa
     woken: list[str] = []
 
     async def main(prompt: Prompt) -> AssistantMessage:
-        if phase_of(prompt) == "wake":
+        if get_phase(prompt) == "wake":
             woken.append(prompt.run_id)
-            return text("woken")
-        result = result_in(prompt)
+            return make_answer("woken")
+        result = get_tool_result(prompt)
         if result is None:
-            return calls("sessions_spawn", task="dig", agentId="helper")
+            return make_tool_calls("sessions_spawn", task="dig", agentId="helper")
         if "waitFor" in result:
-            return text(".")
+            return make_answer(".")
         await agents.until(settled)
-        return calls("sessions_yield")
+        return make_tool_calls("sessions_yield")
 
     async def settled() -> bool:
         return [row["phase"] for row in tasks(agents).values()] == ["settled"]
@@ -871,7 +878,7 @@ async def test_who_waits_for_what_it_has_spawned_does_not_begin_anew(tmp_path: P
         config, tmp_path, functions={"main": nursery}, clock=clock, pace=LASTING
     ) as agents:
         await agents.ask("find out for me")
-        await soon(nursery.begun["dig deep"])
+        await wait_for_event(nursery.begun["dig deep"])
         clock.advance(seconds=31 * 60)
         nursery.jobs = ()
         await agents.ask("are you still at it?")

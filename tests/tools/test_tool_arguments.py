@@ -15,7 +15,7 @@ from antiphon.errors import InvalidInput, StoreReadOnly
 from antiphon.tools._adapter import build_tool
 from antiphon.tools._arguments import ToolArguments, build_schema, parse_arguments
 from support.app_fixture import open_app_fixture
-from support.tool_calls import ME, refused, silent, tools
+from support.tool_calls import MAIN_AGENT, answer_briefly, call_refused_tool, list_tools
 
 pytestmark = pytest.mark.anyio
 NAMES = ("sessions_list", "sessions_history", "sessions_search", "session_status", "agents_list")
@@ -88,8 +88,8 @@ def test_what_cannot_be_accepted_is_named_with_what_can(given: dict[str, Any], w
 
 @pytest.mark.requirement("L1", "H1", "A1", "A2")
 async def test_every_tool_has_a_valid_closed_schema_and_only_looks(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as app:
-        found = tools(app)
+    async with open_app_fixture(tmp_path, answer_briefly) as app:
+        found = list_tools(app)
         assert set(NAMES) <= set(found)
         for name in NAMES:
             tool = found[name]
@@ -110,9 +110,9 @@ async def test_every_tool_has_a_valid_closed_schema_and_only_looks(tmp_path: Pat
 
 @pytest.mark.requirement("L1", "H1", "A2")
 async def test_every_tool_refuses_an_argument_that_is_not_there(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as app:
+    async with open_app_fixture(tmp_path, answer_briefly) as app:
         for name in NAMES:
-            refusal = await refused(app, name, nonsense=True)
+            refusal = await call_refused_tool(app, name, nonsense=True)
             assert refusal["status"] == "error"
             assert "There is no argument 'nonsense'." in refusal["error"]
 
@@ -123,4 +123,4 @@ async def test_a_fault_of_ours_is_no_answer() -> None:
 
     tool = build_tool("example", "An example.", Example, broken)
     with pytest.raises(StoreReadOnly):
-        await tool.invoke(ToolRequest(caller=ME, run_id="r", call_id="c", arguments={"task": "x"}))
+        await tool.invoke(ToolRequest(caller=MAIN_AGENT, run_id="r", call_id="c", arguments={"task": "x"}))

@@ -23,8 +23,19 @@ from antiphon.messages import (
     UserMessage,
 )
 from antiphon.tools._bounds import MAX_HISTORY_RESULT_BYTES, bound_entry
-from support.app_fixture import MAIN, OPERATOR, AppFixture, open_app_fixture, with_settings
-from support.tool_calls import ALL, ME, NOW, answered, ask, put, refused, said, silent, tool_result
+from support.app_fixture import MAIN, OPERATOR, AppFixture, make_config, open_app_fixture
+from support.tool_calls import (
+    MAIN_AGENT,
+    NOW,
+    OPEN_ACCESS,
+    answer_briefly,
+    append_messages,
+    call_refused_tool,
+    call_tool,
+    make_assistant_message,
+    make_tool_result,
+    make_user_message,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -49,10 +60,17 @@ RESULT = set(
 
 @pytest.mark.requirement("H1", "H2", "H3", "K2", "003-history-no-tool-results", "003-history-raw")
 async def test_a_page_is_raw_and_says_everything_about_itself(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as app:
+    async with open_app_fixture(tmp_path, answer_briefly) as app:
         row = await app.create(MAIN)
-        await put(app, row, said("one"), answered("two"), tool_result("three"), answered("four"))
-        page = await ask(app, "sessions_history", sessionKey="main")
+        await append_messages(
+            app,
+            row,
+            make_user_message("one"),
+            make_assistant_message("two"),
+            make_tool_result("three"),
+            make_assistant_message("four"),
+        )
+        page = await call_tool(app, "sessions_history", sessionKey="main")
         assert set(page) == RESULT
         assert [(item["seq"], item["role"]) for item in page["messages"]] == [
             (1, "user"), (2, "assistant"), (4, "assistant")
@@ -65,21 +83,21 @@ async def test_a_page_is_raw_and_says_everything_about_itself(tmp_path: Path) ->
         assert (page["contentTruncated"], page["contentRedacted"]) == (False, False)
         compact = json.dumps(page["messages"], ensure_ascii=False, separators=(",", ":"))
         assert page["bytes"] == len(compact.encode())
-        with_tools = await ask(app, "sessions_history", sessionKey=page["sessionId"], includeTools=True)
+        with_tools = await call_tool(app, "sessions_history", sessionKey=page["sessionId"], includeTools=True)
         assert [item["seq"] for item in with_tools["messages"]] == [1, 2, 3, 4]
-        assert (await ask(app, "sessions_history", sessionKey="current")) == page
-        operator = await ask(app, "sessions_history", OPERATOR, sessionKey="main")
+        assert (await call_tool(app, "sessions_history", sessionKey="current")) == page
+        operator = await call_tool(app, "sessions_history", OPERATOR, sessionKey="main")
         assert operator == {**page, "sessionKey": MAIN}
 
 
 @pytest.mark.requirement("H1")
 async def test_limits_are_clamped_and_places_exclude_each_other(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as app:
+    async with open_app_fixture(tmp_path, answer_briefly) as app:
         row = await app.create(MAIN)
-        await put(app, row, *(said(str(number)) for number in range(1, 251)))
+        await append_messages(app, row, *(make_user_message(str(number)) for number in range(1, 251)))
 
         async def seqs(**arguments: Any) -> list[int]:
-            page = await ask(app, "sessions_history", sessionKey="main", **arguments)
+            page = await call_tool(app, "sessions_history", sessionKey="main", **arguments)
             return [item["seq"] for item in page["messages"]]
 
         assert await seqs() == list(range(201, 251))
@@ -92,18 +110,22 @@ async def test_limits_are_clamped_and_places_exclude_each_other(tmp_path: Path) 
         assert await seqs(cursor="after:3", limit=1) == [4]
         assert await seqs(before=0) == []
         for wrong in ({"before": 1, "after": 2}, {"cursor": "1", "before": 2}):
-            assert "only one" in (await refused(app, "sessions_history", sessionKey="main", **wrong))["error"]
+            assert (
+                "only one"
+                in (await call_refused_tool(app, "sessions_history", sessionKey="main", **wrong))["error"]
+            )
         for cursor in ("x", "-1", "1e3", "after:", "9" * 40, "٣"):
             wrong = {"sessionKey": "main", "cursor": cursor}
-            assert "nextCursor" in (await refused(app, "sessions_history", **wrong))["error"]
+            assert "nextCursor" in (await call_refused_tool(app, "sessions_history", **wrong))["error"]
         assert (
-            "'before'" in (await refused(app, "sessions_history", sessionKey="main", before=2**70))["error"]
+            "'before'"
+            in (await call_refused_tool(app, "sessions_history", sessionKey="main", before=2**70))["error"]
         )
 
 
 @pytest.mark.requirement("H3", "003-history-raw")
 async def test_texts_are_cut_and_what_is_not_for_models_is_left_out(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as app:
+    async with open_app_fixture(tmp_path, answer_briefly) as app:
         row = await app.create(MAIN)
         steps = AssistantMessage(
             content=[
@@ -121,8 +143,8 @@ async def test_texts_are_cut_and_what_is_not_for_models_is_left_out(tmp_path: Pa
             timestamp=NOW,
             details={"a": 1},
         )
-        await put(app, row, steps, result)
-        page = await ask(app, "sessions_history", sessionKey="main", includeTools=True)
+        await append_messages(app, row, steps, result)
+        page = await call_tool(app, "sessions_history", sessionKey="main", includeTools=True)
         first, second = page["messages"]
         thinking, text, call = first["content"]
         assert thinking == {"type": "thinking", "thinking": "t" * 4000 + "\n…(truncated)…"}
@@ -137,12 +159,16 @@ async def test_texts_are_cut_and_what_is_not_for_models_is_left_out(tmp_path: Pa
 
 @pytest.mark.requirement("H3", "003-history-raw")
 async def test_secrets_are_masked_on_the_way_out_and_kept_in_the_store(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as app:
+    async with open_app_fixture(tmp_path, answer_briefly) as app:
         row = await app.create(MAIN)
         call = ToolCall(id="c", name="login", arguments={"password": "tr0ub4dor", "user": ["ann", KEY]})
-        await put(app, row, said(f"my key is {KEY}"), AssistantMessage(content=[call], timestamp=NOW))
-        await put(app, row, said("x" * 3990 + KEY), said("y" * 70_000 + KEY))
-        page = await ask(app, "sessions_history", sessionKey="main")
+        await append_messages(
+            app, row, make_user_message(f"my key is {KEY}"), AssistantMessage(content=[call], timestamp=NOW)
+        )
+        await append_messages(
+            app, row, make_user_message("x" * 3990 + KEY), make_user_message("y" * 70_000 + KEY)
+        )
+        page = await call_tool(app, "sessions_history", sessionKey="main")
         assert page["contentRedacted"]
         text = json.dumps(page)
         assert KEY not in text
@@ -150,7 +176,7 @@ async def test_secrets_are_masked_on_the_way_out_and_kept_in_the_store(tmp_path:
         assert "tr0ub4dor" not in text
         assert "ann" in text
         assert KEY in json.dumps(await app.transcript())
-        rows = await ask(app, "sessions_list", messageLimit=4)
+        rows = await call_tool(app, "sessions_list", messageLimit=4)
         assert KEY[6:20] not in json.dumps(rows)
 
 
@@ -165,27 +191,29 @@ def test_no_cut_shows_half_a_secret() -> None:
 
 @pytest.mark.requirement("H3")
 async def test_the_newest_are_kept_and_the_cursor_leads_to_what_was_dropped(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as app:
+    async with open_app_fixture(tmp_path, answer_briefly) as app:
         row = await app.create(MAIN)
-        await put(app, row, *(said(f"{number:04}" * 1000) for number in range(1, 31)))
-        page = await ask(app, "sessions_history", sessionKey="main")
+        await append_messages(
+            app, row, *(make_user_message(f"{number:04}" * 1000) for number in range(1, 31))
+        )
+        page = await call_tool(app, "sessions_history", sessionKey="main")
         assert page["bytes"] <= MAX_HISTORY_RESULT_BYTES
         kept = [item["seq"] for item in page["messages"]]
         assert kept == list(range(31 - len(kept), 31))
         assert (page["droppedMessages"], page["truncated"], page["hasMore"]) == (30 - len(kept), True, True)
         assert page["nextCursor"] == str(kept[0])
-        forward = await ask(app, "sessions_history", sessionKey="main", after=0)
+        forward = await call_tool(app, "sessions_history", sessionKey="main", after=0)
         assert [item["seq"] for item in forward["messages"]] == list(range(1, len(kept) + 1))
         assert forward["nextCursor"] == f"after:{len(kept)}"
 
 
 @pytest.mark.requirement("H3")
 async def test_a_message_that_is_too_large_leaves_a_placeholder(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as app:
+    async with open_app_fixture(tmp_path, answer_briefly) as app:
         row = await app.create(MAIN)
         huge = UserMessage(content=[TextBlock(text="x" * 4000) for _ in range(30)], timestamp=NOW)
-        await put(app, row, said("before"), huge, said("after"))
-        page = await ask(app, "sessions_history", sessionKey="main")
+        await append_messages(app, row, make_user_message("before"), huge, make_user_message("after"))
+        page = await call_tool(app, "sessions_history", sessionKey="main")
         stored = (await app.transcript())[1]
         first, large, last = page["messages"]
         assert (first["content"], last["content"]) == ("before", "after")
@@ -205,14 +233,14 @@ async def test_entries_of_any_shape_can_be_shown(tmp_path: Path) -> None:
         f'{{"role": "user", "content": {deep}}}',
         f'{{"role": "user", "content": {"[" * 200_000}{"]" * 200_000}}}',
     ]
-    async with open_app_fixture(tmp_path, silent) as app:
+    async with open_app_fixture(tmp_path, answer_briefly) as app:
         row = await app.create(MAIN)
-        await put(app, row, *(said("x") for _ in bodies))
+        await append_messages(app, row, *(make_user_message("x") for _ in bodies))
         for seq, body in enumerate(bodies, 1):
             app.rows("UPDATE messages SET body = ? WHERE seq = ?", body, seq)
-        page = await ask(app, "sessions_history", sessionKey="main")
+        page = await call_tool(app, "sessions_history", sessionKey="main")
         assert [item["seq"] for item in page["messages"]] == [1, 2, 3, 4, 5]
-        assert len((await ask(app, "sessions_list", messageLimit=5))["sessions"][0]["messages"]) == 5
+        assert len((await call_tool(app, "sessions_list", messageLimit=5))["sessions"][0]["messages"]) == 5
 
 
 # --- exactness ---
@@ -230,16 +258,18 @@ def test_following_the_cursors_gives_every_entry_once(
 
 
 async def _followed(path: Path, sizes: list[int], limit: int, forward: bool, tools: bool) -> None:
-    async with open_app_fixture(path, silent) as app:
+    async with open_app_fixture(path, answer_briefly) as app:
         row = await app.create(MAIN)
-        await put(app, row, *(_entry(number, size) for number, size in enumerate(sizes)))
-        growing = asyncio.create_task(put(app, row, *(_entry(number, 700) for number in range(20))))
+        await append_messages(app, row, *(_entry(number, size) for number, size in enumerate(sizes)))
+        growing = asyncio.create_task(
+            append_messages(app, row, *(_entry(number, 700) for number in range(20)))
+        )
         pages: list[list[dict[str, Any]]] = []
         place: dict[str, Any] = {"after": 0} if forward else {}
         wanted = {"sessionKey": "main", "limit": limit, "includeTools": tools}
         while True:
             grown = growing.done()
-            page = await ask(app, "sessions_history", **wanted, **place)
+            page = await call_tool(app, "sessions_history", **wanted, **place)
             assert page["bytes"] <= MAX_HISTORY_RESULT_BYTES
             pages.append(page["messages"])
             if page["hasMore"]:
@@ -264,10 +294,10 @@ def _same(entries: list[dict[str, Any]], stored: list[dict[str, Any]]) -> None:
 
 def _entry(number: int, size: int) -> UserMessage | ToolResult:
     if number % 3 == 2:
-        return tool_result("r" * size)
+        return make_tool_result("r" * size)
     if size > 100_000:  # too large even when each of its texts was cut
         return UserMessage(content=[TextBlock(text="p" * 4000) for _ in range(size // 4000)], timestamp=NOW)
-    return said("m" * size)
+    return make_user_message("m" * size)
 
 
 # --- who may see what ---
@@ -277,7 +307,7 @@ OTHER = "agent:helper:main"
 
 @pytest.mark.requirement("H5", "SEC5", "V1")
 async def test_unknown_and_invisible_sessions_look_alike(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as app:
+    async with open_app_fixture(tmp_path, answer_briefly) as app:
         await app.create(MAIN)
         hidden = await app.create(OTHER)
         app.rows("UPDATE sessions SET label = 'secret plans' WHERE key = ?", OTHER)
@@ -288,8 +318,8 @@ async def test_unknown_and_invisible_sessions_look_alike(tmp_path: Path) -> None
                 ("secret plans", "public plans"),
                 ("agent:main:cron:1", "agent:main:cron:2"),
             ):
-                seen = await refused(app, tool, sessionKey=real)
-                unseen = await refused(app, tool, sessionKey=made_up)
+                seen = await call_refused_tool(app, tool, sessionKey=real)
+                unseen = await call_refused_tool(app, tool, sessionKey=made_up)
                 assert seen["status"] == unseen["status"] == "error"
                 assert seen["error"].replace(real, "…") == unseen["error"].replace(made_up, "…")
                 assert (
@@ -299,18 +329,20 @@ async def test_unknown_and_invisible_sessions_look_alike(tmp_path: Path) -> None
                 assert "tools.sessions.visibility (in effect: 'tree')" in seen["error"]
                 assert "tools.agentToAgent (off)" in seen["error"]
         for real, made_up in ((OTHER, "agent:nobody:main"), (hidden["session_id"], "agent:no:cron:1")):
-            seen = await refused(app, "sessions_search", query="x", sessionKey=real)
-            unseen = await refused(app, "sessions_search", query="x", sessionKey=made_up)
+            seen = await call_refused_tool(app, "sessions_search", query="x", sessionKey=real)
+            unseen = await call_refused_tool(app, "sessions_search", query="x", sessionKey=made_up)
             assert seen["error"].replace(real, "…") == unseen["error"].replace(made_up, "…")
 
 
 @pytest.mark.requirement("H5")
 async def test_what_a_token_does_not_grant_is_forbidden(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as app:
+    async with open_app_fixture(tmp_path, answer_briefly) as app:
         await app.create(MAIN)
         nobody = Caller.operator([])
-        assert (await refused(app, "sessions_history", nobody, sessionKey="main"))["status"] == "forbidden"
-        assert (await refused(app, "sessions_list", nobody))["status"] == "forbidden"
+        assert (await call_refused_tool(app, "sessions_history", nobody, sessionKey="main"))[
+            "status"
+        ] == "forbidden"
+        assert (await call_refused_tool(app, "sessions_list", nobody))["status"] == "forbidden"
 
 
 AGENTS = ("main", "helper", "third")
@@ -348,13 +380,13 @@ def test_listed_if_and_only_if_readable(
 async def _listed_if_readable(
     path: Path, config: dict[str, Any], lineage: list[tuple[str, int | None]], who: int, sandboxed: bool
 ) -> None:
-    async with open_app_fixture(path, silent, config=with_settings(config)) as app:
+    async with open_app_fixture(path, answer_briefly, config=make_config(config)) as app:
         rows: list[Any] = []
         for number, (agent, parent) in enumerate(lineage):
             above = rows[parent]["key"] if parent is not None and parent < number else None
             rows.append(await app.create(f"agent:{agent}:cron:{number}", above))
         me = Caller.agent(lineage[who][0], rows[who]["key"], sandboxed=sandboxed)
-        result = await ask(app, "sessions_list", me, limit=200)
+        result = await call_tool(app, "sessions_list", me, limit=200)
         listed = {row["sessionId"]: row for row in result["sessions"]}
         assert result["count"] + result.get("hiddenCount", 0) == len(rows)
         for row in rows:
@@ -364,22 +396,22 @@ async def _listed_if_readable(
 async def _agrees(app: AppFixture, me: Caller, row: Any, shown: dict[str, Any] | None) -> None:
     if shown is None:
         for reference in (row["key"], row["session_id"]):
-            refusal = await refused(app, "sessions_history", me, sessionKey=reference)
+            refusal = await call_refused_tool(app, "sessions_history", me, sessionKey=reference)
             assert refusal["error"].startswith(f"Session {reference!r} was not found.")
             assert refusal["status"] == "error"
         return
     own = row["key"].startswith(f"agent:{me.agent_id}:")
     assert shown["key"] == (row["key"].removeprefix(f"agent:{me.agent_id}:") if own else row["key"])
     for reference in (shown["key"], row["key"], row["session_id"]):
-        page = await ask(app, "sessions_history", me, sessionKey=reference)
+        page = await call_tool(app, "sessions_history", me, sessionKey=reference)
         assert (page["sessionKey"], page["sessionId"]) == (shown["key"], row["session_id"])
 
 
 @pytest.mark.requirement("V1")
 async def test_another_agents_session_is_shown_with_its_full_key(tmp_path: Path) -> None:
-    config = with_settings({**ALL, "agents": {"list": [{"id": "main"}, {"id": "helper"}]}})
-    async with open_app_fixture(tmp_path, silent, config=config) as app:
+    config = make_config({**OPEN_ACCESS, "agents": {"list": [{"id": "main"}, {"id": "helper"}]}})
+    async with open_app_fixture(tmp_path, answer_briefly, config=config) as app:
         await app.create(MAIN)
-        await put(app, await app.create(OTHER), said("hello"))
-        page = await ask(app, "sessions_history", ME, sessionKey=OTHER)
+        await append_messages(app, await app.create(OTHER), make_user_message("hello"))
+        page = await call_tool(app, "sessions_history", MAIN_AGENT, sessionKey=OTHER)
         assert (page["sessionKey"], page["messages"][0]["content"]) == (OTHER, "hello")

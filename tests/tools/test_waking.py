@@ -23,13 +23,13 @@ from support.agents_fixture import (
     AgentsFixture,
     RecordingChannel,
     get_last_user_text,
+    get_phase,
+    get_tool_result,
     make_agents_config,
     open_agents_fixture,
-    phase_of,
-    result_in,
 )
-from support.app_fixture import BOUND, DATABASE, calls, raw, text
-from support.databases import chosen
+from support.app_fixture import BOUND, DATABASE, make_answer, make_tool_calls
+from support.databases import chosen, query_database
 
 pytestmark = pytest.mark.anyio
 
@@ -47,15 +47,15 @@ async def delegating(prompt: Prompt) -> AssistantMessage:
     A sub-agent that were done before that would wake it by its report, which it would answer in another turn.
     """
     if "subagent" in prompt.session_key:
-        return text("worded: 42" if phase_of(prompt) == "announce" else "42")
-    if phase_of(prompt) == "wake":
-        return text("the answer is 42")
-    if phase_of(prompt) != "request" and phase_of(prompt) != "cron":
-        return text("so it is")
-    result = result_in(prompt)
+        return make_answer("worded: 42" if get_phase(prompt) == "announce" else "42")
+    if get_phase(prompt) == "wake":
+        return make_answer("the answer is 42")
+    if get_phase(prompt) != "request" and get_phase(prompt) != "cron":
+        return make_answer("so it is")
+    result = get_tool_result(prompt)
     if result is None:
-        return calls("sessions_spawn", task="compute", announce="parent")
-    return calls("sessions_yield") if "waitFor" not in result else text("never said")
+        return make_tool_calls("sessions_spawn", task="compute", announce="parent")
+    return make_tool_calls("sessions_yield") if "waitFor" not in result else make_answer("never said")
 
 
 @pytest.mark.requirement("S2", "S5", "G18", "A2")
@@ -144,16 +144,16 @@ async def test_who_is_woken_and_yields_again_answers_for_all_in_the_end(tmp_path
     async def helper(prompt: Prompt) -> AssistantMessage:
         if "subagent" in prompt.session_key:
             await asyncio.wait_for((second if "again" in get_last_user_text(prompt) else first).wait(), BOUND)
-            return text("42")
-        if phase_of(prompt) not in {"request", "wake"}:
-            return text("so it is")
-        result = result_in(prompt)
-        woken = phase_of(prompt) == "wake"
+            return make_answer("42")
+        if get_phase(prompt) not in {"request", "wake"}:
+            return make_answer("so it is")
+        result = get_tool_result(prompt)
+        woken = get_phase(prompt) == "wake"
         if woken and second.is_set():
-            return text("the answer is 42")
+            return make_answer("the answer is 42")
         if result is None:
-            return calls("sessions_spawn", task="again" if woken else "first", announce="none")
-        return calls("sessions_yield")
+            return make_tool_calls("sessions_spawn", task="again" if woken else "first", announce="none")
+        return make_tool_calls("sessions_yield")
 
     async def yields(number: int) -> None:
         async def so_many() -> bool:
@@ -224,13 +224,13 @@ async def test_a_run_that_had_yielded_before_the_upgrade_is_answered_after_it(tm
         await agents.use("sessions_send", **wanted)
         await has_yielded(agents)
     path = tmp_path / DATABASE
-    raw(path, "DROP INDEX runs_woken")
-    raw(path, "ALTER TABLE runs DROP COLUMN woken_by")
+    query_database(path, "DROP INDEX runs_woken")
+    query_database(path, "ALTER TABLE runs DROP COLUMN woken_by")
     [upgrade] = [
         step for step in load_migrations("postgres" if chosen.postgres else "sqlite") if step.version == 10
     ]
     for statement in upgrade.split_statements():  # as from schema 9; later steps are not taken twice
-        raw(path, statement)
+        query_database(path, statement)
     held.set()
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": helper}
@@ -283,15 +283,15 @@ async def test_what_was_stopped_is_not_waited_for(tmp_path: Path) -> None:
                     await asyncio.Event().wait()
                 finally:
                     await release.wait()
-            return text("did it")
-        if phase_of(prompt) == "wake":
-            return text("woken")
-        result = result_in(prompt)
+            return make_answer("did it")
+        if get_phase(prompt) == "wake":
+            return make_answer("woken")
+        result = get_tool_result(prompt)
         if result is None:
-            return calls("sessions_spawn", task=get_last_user_text(prompt))
+            return make_tool_calls("sessions_spawn", task=get_last_user_text(prompt))
         if get_last_user_text(prompt) == "stubborn" or "waitFor" in result:
-            return text("started")
-        return calls("sessions_yield")
+            return make_answer("started")
+        return make_tool_calls("sessions_yield")
 
     async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": main}) as agents:
         await agents.ask("stubborn")
@@ -332,13 +332,13 @@ async def test_a_conversation_that_is_stopped_is_not_announced(tmp_path: Path) -
     begun = asyncio.Event()
 
     async def helper(prompt: Prompt) -> AssistantMessage:
-        if phase_of(prompt) == "turn":
+        if get_phase(prompt) == "turn":
             begun.set()
             await asyncio.Event().wait()
-        return text("go on")
+        return make_answer("go on")
 
     async def main(prompt: Prompt) -> AssistantMessage:
-        return text("tell me more")
+        return make_answer("tell me more")
 
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": helper, "main": main}
@@ -380,7 +380,7 @@ async def test_the_policy_is_asked_about_where_words_go_as_well(tmp_path: Path, 
 
     async def main(prompt: Prompt) -> AssistantMessage:
         await held.wait()
-        return text("done")
+        return make_answer("done")
 
     config = make_agents_config(session={"sendPolicy": {"rules": rules}})
     session = "agent:main:direct:bob"
