@@ -44,9 +44,8 @@ def held(gateway: GatewayFixture) -> dict[str, int]:
     hub = gateway.served.hub
     parts: dict[str, Iterable[object]] = {
         "connections": hub.connections,
-        "runs": hub._runs,  # pyright: ignore[reportPrivateUsage]
-        "holds": hub._delayed_ends,  # pyright: ignore[reportPrivateUsage]
-        "changes": hub._changes,  # pyright: ignore[reportPrivateUsage]
+        "runs": hub.run_streams._runs,  # pyright: ignore[reportPrivateUsage]
+        "changes": hub.session_changes._changes_by_session,  # pyright: ignore[reportPrivateUsage]
         "channels": hub.subscriptions._followed_sessions,  # pyright: ignore[reportPrivateUsage]
         "joined": hub.subscriptions._sessions_by_connection,  # pyright: ignore[reportPrivateUsage]
     }

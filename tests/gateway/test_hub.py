@@ -34,4 +34,4 @@ async def test_what_fails_once_is_logged_and_begins_again(
             await client.take("tick", 3)
             await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="k1")
             assert (await client.event("chat", state="final"))["runId"] == "k1"
-    assert "begins again" in caplog.text
+    assert "restarting it" in caplog.text

@@ -14,7 +14,7 @@ import pytest
 
 from antiphon.bus import Delta, Event, MessageAppended
 from antiphon.engine.runs import deltas
-from antiphon.gateway import hub
+from antiphon.gateway import run_streams
 from antiphon.gateway.hub import Hub
 from antiphon.gateway.ws import connection
 from antiphon.runtimes import Prompt
@@ -80,7 +80,7 @@ async def test_a_long_answer_costs_a_reader_of_protocol_4_what_it_says(
 async def test_who_needs_the_whole_is_sent_it_in_one_form_and_seldom_while_it_grows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(hub, "WHOLE_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(run_streams, "WHOLE_INTERVAL_SECONDS", 0.0)
     async with open_gateway(tmp_path, says_a_lot) as gateway, gateway.client(**change) as client:
         await client.call("chat.send", sessionKey="main", message="go on", idempotencyKey="r1")
         final = await client.event("chat", state="final")
@@ -175,7 +175,7 @@ async def test_no_increment_comes_after_the_entry_that_completes_it(
         else:
             hear(hub, event)
 
-    monkeypatch.setattr(hub, "MIN_DELTA_SECONDS", BOUND)
+    monkeypatch.setattr(run_streams, "MIN_DELTA_SECONDS", BOUND)
     async with open_gateway(tmp_path, agent) as gateway, gateway.client(caps=["chat-deltas"]) as client:
         await client.call("sessions.messages.subscribe", key="main", afterSeq=0)
         await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="r1")

@@ -21,7 +21,7 @@ from antiphon import __version__
 from antiphon.access import Caller
 from antiphon.clock import ManualClock
 from antiphon.config.addresses import is_loopback
-from antiphon.gateway import hub
+from antiphon.gateway import health
 from antiphon.gateway.http.limits import PendingPeers
 from antiphon.gateway.methods import METHODS_BY_NAME
 from antiphon.gateway.ws import connection, devices, frames, handshake, server
@@ -715,7 +715,7 @@ async def test_who_is_connected_by_a_token_that_is_revoked_is_hung_up_on_at_once
 
 
 async def test_presence_says_who_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "PRESENCE_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(health, "PRESENCE_INTERVAL_SECONDS", 0.0)
     async with open_gateway(tmp_path) as gateway, gateway.client() as client:
         async with gateway.client(client={"id": "guest", "version": "9", "platform": "x", "mode": "ui"}):
             while "guest" not in [entry["host"] for entry in (await client.event("presence"))["presence"]]:

@@ -14,8 +14,8 @@ class DiscoveryRecord(msgspec.Struct, frozen=True):
     pid: int
 
 
-def write(state_dir: Path, note: DiscoveryRecord) -> None:
-    (state_dir / DISCOVERY_FILE_NAME).write_bytes(msgspec.json.encode(note))
+def write(state_dir: Path, record: DiscoveryRecord) -> None:
+    (state_dir / DISCOVERY_FILE_NAME).write_bytes(msgspec.json.encode(record))
 
 
 def read(state_dir: Path) -> DiscoveryRecord | None:

@@ -17,21 +17,24 @@ from typing import Unpack
 
 import msgspec
 import uvicorn
+from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from antiphon.app import App, AppOptions, open_app
 from antiphon.config import Config
 from antiphon.config.validate import TAILNET_ERROR
 from antiphon.errors import ConfigError, Unavailable
 from antiphon.gateway import discovery
-from antiphon.gateway.asgi import AsgiApp
 from antiphon.gateway.auth import Authenticator, list_own_origins
 from antiphon.gateway.http.limits import create_http_protocol, determine_max_connections
+from antiphon.gateway.http.routes import HttpRoutes
 from antiphon.gateway.hub import Hub
 from antiphon.gateway.shared_tokens import SharedTokens
 from antiphon.gateway.state import GatewayState
 from antiphon.gateway.tokens import TokenRegistry, build_owner_record
 from antiphon.gateway.ws import frames
 from antiphon.gateway.ws.fast_send import LimitedWebSocketProtocol
+from antiphon.gateway.ws.server import WebSocketServer
 
 SHUTDOWN_GRACE_SECONDS = 5  # for open requests to finish on shutdown
 LISTEN_BACKLOG_CONNECTIONS = 2048
@@ -53,6 +56,23 @@ class _UvicornServer(uvicorn.Server):
     def capture_signals(self) -> Generator[None]:
         """Leave signal handling to the process that runs the gateway."""
         yield
+
+
+class AsgiApp:
+    """The ASGI application: WebSockets go to `ws.server`, everything else to the HTTP routes.
+
+    A WebSocket may be opened at any path, because clients use different ones.
+    """
+
+    def __init__(self, gateway: GatewayState, hub: Hub) -> None:
+        self.http = HttpRoutes(gateway)
+        self._websocket_server = WebSocketServer(gateway, hub)
+        self._http_app: ASGIApp = Starlette(routes=self.http.routes)
+        self.http.metrics.sockets.set_function(lambda: len(hub.connections))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._websocket_server if scope["type"] == "websocket" else self._http_app
+        await app(scope, receive, send)
 
 
 @asynccontextmanager

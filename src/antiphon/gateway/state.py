@@ -7,9 +7,13 @@ from pathlib import Path
 
 import msgspec
 
+from antiphon.access import READ_SCOPE, Caller
 from antiphon.app import App
 from antiphon.gateway.auth import Authenticator
 from antiphon.paths import DATABASE_FILE_NAME
+
+READ_ONLY_CALLER = Caller.operator({READ_SCOPE})
+"""The caller of reads that the gateway does on its own behalf."""
 
 
 class GatewayState(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,10 +14,10 @@ from contextlib import aclosing
 from typing import Any
 
 from antiphon import keys
-from antiphon.access import READ_SCOPE, Caller
 from antiphon.bus import Event, MessageAppended, SessionChanged
 from antiphon.errors import AntiphonError, InvalidInput, NotFound
 from antiphon.gateway import wire
+from antiphon.gateway.state import READ_ONLY_CALLER
 from antiphon.gateway.ws import frames
 from antiphon.gateway.ws.connection import WebSocketConnection
 from antiphon.operations import HistoryFilter, Operations
@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 HISTORY_PAGE_ENTRIES = 200
 MAX_SUBSCRIPTIONS_PER_CONNECTION = 200
-READ_ONLY_CALLER = Caller.operator({READ_SCOPE})
 
 BeforeMessage = Callable[[dict[str, Any], Iterable[WebSocketConnection]], None]
 """Called before a message is sent to these connections, so that none of its text is streamed to them afterwards."""
@@ -36,7 +35,7 @@ class FollowedSession:
     """One followed session, under the key that operators see. `seq` is the last number sent live."""
 
     def __init__(
-        self, operations: Operations, announce: BeforeMessage, key: str, session_id: str, seq: int
+        self, operations: Operations, before_message: BeforeMessage, key: str, session_id: str, seq: int
     ) -> None:
         self.key = key
         self.session_id = session_id
@@ -45,7 +44,7 @@ class FollowedSession:
         self.catching_up: dict[WebSocketConnection, object] = {}
         """Connections that are catching up, with a token for the latest attempt; earlier attempts stop."""
         self._operations = operations
-        self._before_message = announce
+        self._before_message = before_message
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -69,10 +68,8 @@ class FollowedSession:
             self._send_gap(list(self.seen_seq), "reset")
         elif isinstance(event, MessageAppended):
             self.seq = event.seq
-            message = wire.format_appended_entry(
-                event.body, event.entry, event.seq, event.run_id, internal=event.internal
-            )
-            text = _encode_message_event(self.key, event.session_id, message)
+            message = wire.format_appended_entry(event)
+            text = encode_message_event(self.key, event.session_id, message)
             readers = [connection for connection, seen in self.seen_seq.items() if event.seq > seen]
             self._before_message(message, readers)
             for connection in readers:
@@ -84,7 +81,7 @@ class FollowedSession:
             connection.send_event(encode_gap_event(self.key, self.session_id, reason))
 
 
-def _encode_message_event(key: str, session_id: str, message: dict[str, Any]) -> str:
+def encode_message_event(key: str, session_id: str, message: dict[str, Any]) -> str:
     return frames.encode_event(
         "session.message",
         {
@@ -104,17 +101,19 @@ def encode_gap_event(key: str, session_id: str, reason: str) -> str:
 
 
 class Subscriptions:
-    def __init__(self, operations: Operations, announce: BeforeMessage) -> None:
+    def __init__(self, operations: Operations, before_message: BeforeMessage) -> None:
         self._operations = operations
-        self._before_message = announce
+        self._before_message = before_message
         self._followed_sessions: dict[str, FollowedSession] = {}
         self._sessions_by_connection: dict[WebSocketConnection, set[FollowedSession]] = {}
         """Sessions by connection, so that removing a connection does not scan all sessions."""
         self._open_lock = asyncio.Lock()
 
     def is_subscribed(self, connection: WebSocketConnection, key: str) -> bool:
-        channel = self._followed_sessions.get(key)
-        return channel is not None and (connection in channel.seen_seq or connection in channel.catching_up)
+        followed = self._followed_sessions.get(key)
+        return followed is not None and (
+            connection in followed.seen_seq or connection in followed.catching_up
+        )
 
     async def subscribe(
         self, connection: WebSocketConnection, session: str, after: int | None, session_id: str | None
@@ -133,120 +132,120 @@ class Subscriptions:
                 "Unsubscribe from one.",
                 field="key",
             )
-        channel = await self._open_session(key)
-        channel.remove_connection(connection)
-        self._sessions_by_connection.setdefault(connection, set()).add(channel)
+        followed = await self._open_session(key)
+        followed.remove_connection(connection)
+        self._sessions_by_connection.setdefault(connection, set()).add(followed)
         if after is None:
-            channel.seen_seq[connection] = channel.seq
+            followed.seen_seq[connection] = followed.seq
         else:
-            visit = channel.catching_up[connection] = object()
-            connection.start_task(lambda: self._catch_up(channel, connection, visit, after, session_id))
+            attempt = followed.catching_up[connection] = object()
+            connection.start_task(self._catch_up(followed, connection, attempt, after, session_id))
         return {
             "subscribed": True,
-            "key": channel.key,
-            "sessionId": channel.session_id,
-            "lastSeq": channel.seq,
+            "key": followed.key,
+            "sessionId": followed.session_id,
+            "lastSeq": followed.seq,
         }
 
     async def _open_session(self, key: str) -> FollowedSession:
         """Return the followed session with this key; start following it if needed."""
         async with self._open_lock:
-            channel = self._followed_sessions.get(key)
-            if channel is None:
+            followed = self._followed_sessions.get(key)
+            if followed is None:
                 page = await self._operations.read_history(
                     READ_ONLY_CALLER, key, HistoryFilter(limit=1, include_tools=True)
                 )
-                channel = FollowedSession(
+                followed = FollowedSession(
                     self._operations, self._before_message, key, page.session_id, page.total
                 )
-                channel.task = asyncio.create_task(self._run_session(channel))
-                self._followed_sessions[key] = channel
-            return channel
+                followed.task = asyncio.create_task(self._run_session(followed))
+                self._followed_sessions[key] = followed
+            return followed
 
-    async def _run_session(self, channel: FollowedSession) -> None:
+    async def _run_session(self, followed: FollowedSession) -> None:
         try:
-            await channel.follow()
+            await followed.follow()
         except AntiphonError as error:
-            log.warning("Session %r is not followed any more: %s", channel.key, error)
+            log.warning("Stopped following session %r: %s", followed.key, error)
         except Exception:
-            log.exception("Session %r is not followed any more", channel.key)
+            log.exception("Stopped following session %r", followed.key)
         finally:
-            if self._followed_sessions.get(channel.key) is channel:
-                del self._followed_sessions[channel.key]
-            for connection in (*channel.seen_seq, *channel.catching_up):
+            if self._followed_sessions.get(followed.key) is followed:
+                del self._followed_sessions[followed.key]
+            for connection in (*followed.seen_seq, *followed.catching_up):
                 # The session is gone or the store failed; the client can subscribe again.
-                connection.send_event(encode_gap_event(channel.key, channel.session_id, "ended"))
-                self._detach(channel, connection)
+                connection.send_event(encode_gap_event(followed.key, followed.session_id, "ended"))
+                self._detach(followed, connection)
 
     async def _catch_up(
         self,
-        channel: FollowedSession,
+        followed: FollowedSession,
         connection: WebSocketConnection,
-        visit: object,
+        attempt: object,
         seq: int,
         session_id: str | None,
     ) -> None:
         """Send the history after `seq` (all of it if `seq` is of another conversation), then join the live feed."""
-        known = channel.seq  # text streamed from now on belongs to later entries
+        known = followed.seq  # text streamed from now on belongs to later entries
         try:
             while True:
-                wanted = HistoryFilter(limit=HISTORY_PAGE_ENTRIES, include_tools=True, after=seq)
-                page = await self._operations.read_history(connection.caller, channel.key, wanted)
-                if channel.catching_up.get(connection) is not visit:
+                filter = HistoryFilter(limit=HISTORY_PAGE_ENTRIES, include_tools=True, after=seq)
+                page = await self._operations.read_history(connection.caller, followed.key, filter)
+                if followed.catching_up.get(connection) is not attempt:
                     return  # unsubscribed, subscribed again, or the session is gone
                 if seq > page.total or page.session_id != (session_id or page.session_id):
                     session_id, seq = page.session_id, 0
-                    connection.send_event(encode_gap_event(channel.key, session_id, "reset"))
+                    connection.send_event(encode_gap_event(followed.key, session_id, "reset"))
                     continue
                 session_id = page.session_id
                 for item in page.messages:
                     await connection.wait_for_room()
-                    if channel.catching_up.get(connection) is not visit:
+                    if followed.catching_up.get(connection) is not attempt:
                         return
                     seq = item["seq"]
                     self._before_message(item, [connection] if seq > known else [])
                     connection.send_event(
-                        _encode_message_event(channel.key, session_id, wire.format_history_item(item))
+                        encode_message_event(followed.key, session_id, wire.format_history_item(item))
                     )
-                if not page.has_more and channel.session_id == session_id and channel.seq <= seq:
-                    channel.remove_connection(connection)
-                    channel.seen_seq[connection] = seq
+                if not page.has_more and followed.session_id == session_id and followed.seq <= seq:
+                    followed.remove_connection(connection)
+                    followed.seen_seq[connection] = seq
                     return
                 await connection.wait_for_room()
         except NotFound:
-            connection.send_event(encode_gap_event(channel.key, channel.session_id, "ended"))
+            connection.send_event(encode_gap_event(followed.key, followed.session_id, "ended"))
         except AntiphonError as error:
-            log.warning("A subscription to %r ended: %s", channel.key, error)
+            log.warning("Subscription to %r failed: %s", followed.key, error)
             connection.close(1011, "a subscription failed; connect again")
         finally:
-            if channel.catching_up.get(connection) is visit:
-                self._detach(channel, connection)
-            self._stop_if_unused(channel)
+            if followed.catching_up.get(connection) is attempt:
+                self._detach(followed, connection)
+            self._stop_if_unused(followed)
 
     def unsubscribe(self, connection: WebSocketConnection, key: str) -> bool:
-        channel = self._followed_sessions.get(key)
-        if channel is None:
+        followed = self._followed_sessions.get(key)
+        if followed is None:
             return False
         found = self.is_subscribed(connection, key)
-        self._detach(channel, connection)
-        self._stop_if_unused(channel)
+        self._detach(followed, connection)
+        self._stop_if_unused(followed)
         return found
 
     def remove_connection(self, connection: WebSocketConnection) -> None:
-        for channel in self._sessions_by_connection.pop(connection, ()):
-            channel.remove_connection(connection)
-            self._stop_if_unused(channel)
+        for followed in self._sessions_by_connection.pop(connection, ()):
+            followed.remove_connection(connection)
+            self._stop_if_unused(followed)
 
-    def _detach(self, channel: FollowedSession, connection: WebSocketConnection) -> None:
-        channel.remove_connection(connection)
+    def _detach(self, followed: FollowedSession, connection: WebSocketConnection) -> None:
+        followed.remove_connection(connection)
         joined = self._sessions_by_connection.get(connection, set())
-        joined.discard(channel)
+        joined.discard(followed)
         if not joined:
             self._sessions_by_connection.pop(connection, None)
 
-    def _stop_if_unused(self, channel: FollowedSession) -> None:
+    def _stop_if_unused(self, followed: FollowedSession) -> None:
         """Stop following a session without subscribers."""
-        if not channel.has_subscribers and self._followed_sessions.get(channel.key) is channel:
-            del self._followed_sessions[channel.key]
-            if channel.task:
-                channel.task.cancel()
+        if not followed.has_subscribers and self._followed_sessions.get(followed.key) is followed:
+            del self._followed_sessions[followed.key]
+            if followed.task:
+                followed.task.cancel()

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from antiphon import access, keys
 from antiphon.access import Caller
@@ -22,6 +24,7 @@ from antiphon.engine import validation
 from antiphon.engine.runs.run_loop import run_with_cancel_grace
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
 from antiphon.errors import AntiphonError, InvalidInput, NotFound, StoreError
+from antiphon.gateway.http.responses import build_json_response, read_json
 from antiphon.gateway.state import GatewayState
 from antiphon.operations.exchanges import MAX_REPLY_TIMEOUT_SECONDS
 from antiphon.operations.impersonation import ActingSession
@@ -159,3 +162,25 @@ def format_tool_error(result: ToolOutput) -> dict[str, Any]:
 
 def _build_failure(status: int, message: str) -> InvocationOutcome:
     return InvocationOutcome(ToolOutput(text=message, is_error=True), status)
+
+
+async def post_invoke(gateway: GatewayState, caller: Caller, request: Request) -> Response:
+    access.require_scope(caller, "send")  # before the body is read
+    invocation = await read_json(request, ToolInvocation)
+    result, status = await invoke_tool(gateway, caller, invocation, request.headers.get("idempotency-key"))
+    if status != 200:
+        error = {"type": "tool_error", **format_tool_error(result)}
+        return build_json_response({"ok": False, "error": error}, status)
+    content = [{"type": "text", "text": result.text}]
+    return build_json_response(
+        {"ok": True, "result": {"content": content, "details": _format_details(result)}}
+    )
+
+
+def _format_details(result: ToolOutput) -> Any:
+    """Return the result as data; a plain-text refusal becomes the `status` and `error` that tool refusals have."""
+    return (
+        {"status": "error", "error": result.text}
+        if result.is_error and result.details is None
+        else result.details
+    )

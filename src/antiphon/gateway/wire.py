@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from antiphon import keys
+from antiphon.bus import MessageAppended
 from antiphon.views import DeliveryRoute, SessionView
 
 WIRE_KINDS_BY_SESSION_KIND = {"group": "group"}
@@ -102,18 +103,21 @@ def format_history_item(item: dict[str, Any]) -> dict[str, Any]:
     return {**item, "__openclaw": marks}
 
 
-def format_appended_entry(
-    body: str, entry: str, seq: int, run_id: str | None, *, internal: bool
-) -> dict[str, Any]:
-    """Return an entry as sent in live events; damaged entries are sent, too."""
+def format_appended_entry(event: MessageAppended) -> dict[str, Any]:
+    """Return an appended entry as sent in live events; damaged entries are sent, too."""
     try:
-        item: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
+        item: dict[str, Any] = msgspec.json.decode(event.body, type=dict[str, Any])
     except msgspec.MsgspecError:
         item = {
             "role": "assistant",
             "content": [],
             "errorMessage": "This entry is damaged and cannot be shown.",
         }
-    given = {"runId": run_id} if run_id else {}
-    marked = {"internal": True} if internal else {}
-    return format_history_item({**item, "id": entry, "seq": seq, **given, **marked})
+    run_id = {"runId": event.run_id} if event.run_id else {}
+    internal = {"internal": True} if event.internal else {}
+    return format_history_item({**item, "id": event.entry, "seq": event.seq, **run_id, **internal})
+
+
+def format_assistant_text(text: str, timestamp: int) -> dict[str, Any]:
+    """Return a text as the message of an assistant."""
+    return {"role": "assistant", "content": [{"type": "text", "text": text}], "timestamp": timestamp}

@@ -34,8 +34,7 @@ from antiphon.access import Caller
 from antiphon.bus import ALL_SESSIONS_TOPIC, Event, Gap, MessageAppended, RunChanged
 from antiphon.errors import AntiphonError
 from antiphon.gateway.http.responses import SECURITY_HEADERS, StreamSlots
-from antiphon.gateway.state import GatewayState
-from antiphon.gateway.subscriptions import READ_ONLY_CALLER
+from antiphon.gateway.state import READ_ONLY_CALLER, GatewayState
 from antiphon.operations.system_status import SystemStatus
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,9 @@ from starlette.types import Receive, Scope, Send
 from antiphon import __version__, access
 from antiphon.access import Caller
 from antiphon.errors import AntiphonError, InvalidInput, NotFound
+from antiphon.gateway import health, tool_invocations
 from antiphon.gateway.auth import ClientIdentity
-from antiphon.gateway.http import health, history, tools
+from antiphon.gateway.http import history
 from antiphon.gateway.http import responses as replies
 from antiphon.gateway.http.hooks import HookEndpoints
 from antiphon.gateway.http.metrics import Metrics
@@ -64,12 +65,18 @@ class HttpRoutes:
         ]
 
     def _build_public_routes(self) -> list[BaseRoute]:
-        ready = partial(health.get_readiness, self._gateway)
         return [
             self._build_route("/", GET=_get_root),
-            *(self._build_route(path, GET=health.get_health) for path in ("/healthz", "/health")),
-            *(self._build_route(path, GET=ready) for path in ("/readyz", "/ready")),
+            *(self._build_route(path, GET=_get_health) for path in ("/healthz", "/health")),
+            *(self._build_route(path, GET=self._get_readiness) for path in ("/readyz", "/ready")),
         ]
+
+    async def _get_readiness(self, request: Request) -> Response:
+        if failing := await health.list_readiness_failures(self._gateway):
+            return build_json_response({"ready": False, "failing": failing}, 503)
+        # Without the bus, requests are still accepted and stored, so the gateway stays ready.
+        degraded = {} if self._gateway.app.links.is_connected() else {"degraded": ["bus"]}
+        return build_json_response({"ready": True, **degraded})
 
     def _build_session_routes(self) -> list[BaseRoute]:
         gateway, slots, operator = self._gateway, self.slots, self._require_caller
@@ -79,7 +86,7 @@ class HttpRoutes:
             self._build_route(
                 "/sessions/{key:path}/kill", POST=operator(partial(history.post_kill, gateway))
             ),
-            self._build_route("/tools/invoke", POST=operator(partial(tools.post_invoke, gateway))),
+            self._build_route("/tools/invoke", POST=operator(partial(tool_invocations.post_invoke, gateway))),
             self._build_route("/metrics", GET=operator(self.metrics.get_metrics)),
             self._build_route("/openapi.json", GET=operator(_get_openapi)),
         ]
@@ -245,6 +252,10 @@ async def _get_root(request: Request) -> Response:
     return build_json_response(
         {"name": "antiphon", "version": __version__, "docs": "GET /openapi.json with the token"}
     )
+
+
+async def _get_health(request: Request) -> Response:
+    return build_json_response({"ok": True, "status": "live"})
 
 
 async def _get_openapi(caller: Caller, request: Request) -> Response:

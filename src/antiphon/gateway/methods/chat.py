@@ -10,8 +10,8 @@ from msgspec import Meta
 from antiphon import keys
 from antiphon.access import ADMIN_SCOPE, READ_SCOPE, WRITE_SCOPE
 from antiphon.errors import Conflict, InvalidInput, NotFound
-from antiphon.gateway import attachments, slash_commands, wire
-from antiphon.gateway.attachments import ImageAttachment
+from antiphon.gateway import incoming_messages, wire
+from antiphon.gateway.incoming_messages import ImageAttachment
 from antiphon.gateway.methods import system
 from antiphon.gateway.methods.registry import MethodCall, qualify_session_key, rpc_method
 from antiphon.gateway.ws.frames import IdempotencyKey, Params, SessionReference
@@ -162,23 +162,19 @@ class ChatSendParams(Params, frozen=True):
 async def send_chat_message(call: MethodCall, params: ChatSendParams) -> dict[str, Any]:
     message = IncomingMessage(
         session=qualify_session_key(params.session_key, params.agent_id),
-        content=attachments.build_message_content(params.message, params.attachments),
+        content=incoming_messages.build_message_content(params.message, params.attachments),
         idempotency_key=params.idempotency_key,
         thinking=params.thinking or None,
         timeout_seconds=params.timeout_ms / 1000 if params.timeout_ms else None,
+        literal=params.suppress_command_interpretation,
     )
-    return await submit_text(call, message, literal=params.suppress_command_interpretation)
+    return await submit_message(call, message)
 
 
-async def submit_text(call: MethodCall, message: IncomingMessage, *, literal: bool = False) -> dict[str, Any]:
-    """Submit a text or run its slash command, and return the receipt."""
+async def submit_message(call: MethodCall, message: IncomingMessage) -> dict[str, Any]:
+    """Submit a message or run its slash command, and return the receipt."""
     try:
-        if literal:
-            message = msgspec.structs.replace(message, literal=True)
-            accepted = await call.operations.submit(call.caller, message)
-            result = slash_commands.SubmitOutcome(accepted.session_key, accepted=accepted)
-        else:
-            result = await slash_commands.submit_or_run_command(call.operations, call.caller, message)
+        result = await incoming_messages.submit_or_run_command(call.operations, call.caller, message)
     except Conflict as error:
         error.data["reason"] = "chat-request-conflict"
         raise
@@ -195,7 +191,8 @@ async def submit_text(call: MethodCall, message: IncomingMessage, *, literal: bo
 
 def build_receipt(call: MethodCall, accepted: MessageReceipt) -> dict[str, Any]:
     if accepted.new:
-        call.hub.track_accepted_run(call.connection, accepted.run_id, accepted.session_key)
+        call.connection.delay_run_ends()
+        call.hub.run_streams.track_run(accepted.run_id, accepted.session_key)
     return {
         "runId": accepted.run_id,
         "status": _format_run_status(accepted.state, new=accepted.new),

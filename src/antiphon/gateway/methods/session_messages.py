@@ -11,8 +11,8 @@ from msgspec import Meta
 from antiphon import keys
 from antiphon.access import WRITE_SCOPE
 from antiphon.errors import InvalidInput
-from antiphon.gateway import attachments
-from antiphon.gateway.attachments import ImageAttachment
+from antiphon.gateway import incoming_messages
+from antiphon.gateway.incoming_messages import ImageAttachment
 from antiphon.gateway.methods import chat
 from antiphon.gateway.methods.registry import MethodCall, qualify_session_key, rpc_method
 from antiphon.gateway.ws.frames import IdempotencyKey, Params, SessionReference
@@ -62,7 +62,7 @@ async def send_to_session(call: MethodCall, params: SessionSendParams) -> dict[s
             name = _get_wire_name(field)
             raise InvalidInput(f"{name!r} is for an exchange.", "Pass fromSessionKey, too.", field=name)
     await call.operations.describe(call.caller, session)
-    return await chat.submit_text(call, _build_message(params, session))
+    return await chat.submit_message(call, _build_message(params, session))
 
 
 def _build_exchange(params: SessionSendParams, session: str) -> Exchange:
@@ -101,7 +101,7 @@ async def steer_session(call: MethodCall, params: SessionMessageParams) -> dict[
 def _build_message(params: SessionMessageParams, session: str) -> IncomingMessage:
     return IncomingMessage(
         session=session,
-        content=attachments.build_message_content(params.message, params.attachments),
+        content=incoming_messages.build_message_content(params.message, params.attachments),
         idempotency_key=params.idempotency_key or str(uuid.uuid4()),
         thinking=params.thinking or None,
         timeout_seconds=params.timeout_ms / 1000 if params.timeout_ms else None,

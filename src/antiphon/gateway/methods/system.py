@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -13,9 +14,9 @@ from antiphon import __version__
 from antiphon.access import READ_SCOPE
 from antiphon.config import AgentConfig
 from antiphon.errors import InvalidInput
-from antiphon.gateway import log_tail
 from antiphon.gateway.methods.registry import MethodCall, NoParams, rpc_method
 from antiphon.gateway.ws.frames import Params
+from antiphon.paths import LOG_FILE_NAME
 
 
 class HealthParams(Params, frozen=True):
@@ -25,7 +26,7 @@ class HealthParams(Params, frozen=True):
 
 @rpc_method("health", READ_SCOPE, HealthParams)
 async def get_health(call: MethodCall, params: HealthParams) -> dict[str, Any]:
-    return call.hub.build_health()
+    return call.hub.health.build_report()
 
 
 @rpc_method("status", READ_SCOPE, HealthParams)
@@ -55,7 +56,7 @@ async def get_status(call: MethodCall, params: HealthParams) -> dict[str, Any]:
 
 @rpc_method("system-presence", READ_SCOPE)
 async def get_presence(call: MethodCall, params: NoParams) -> list[dict[str, Any]]:
-    return call.hub.list_presence()
+    return call.hub.presence.list_clients()
 
 
 @rpc_method("config.get", READ_SCOPE)
@@ -218,8 +219,36 @@ class LogTailParams(Params, frozen=True):
 @rpc_method("logs.tail", READ_SCOPE, LogTailParams)
 async def tail_log(call: MethodCall, params: LogTailParams) -> dict[str, Any]:
     return await asyncio.to_thread(
-        log_tail.read_log_tail, call.gateway.state_dir, params.cursor, params.limit, params.max_bytes
+        _read_log_tail, call.gateway.state_dir, params.cursor, params.limit, params.max_bytes
     )
+
+
+def _read_log_tail(state_dir: Path, cursor: int | None, limit: int, max_bytes: int) -> dict[str, Any]:
+    """Return the lines after a cursor, or the last ones without a cursor. Blocks: call it in a thread."""
+    path = state_dir / LOG_FILE_NAME
+    try:
+        size = path.stat().st_size
+    except OSError:
+        size = 0
+    reset = cursor is not None and cursor > size  # the file was rotated
+    start = max(0, size - max_bytes) if cursor is None or reset else max(cursor, size - max_bytes)
+    content = b""
+    if size > start:
+        with path.open("rb") as file:
+            file.seek(start)
+            content = file.read(size - start)
+    lines = content.decode(errors="replace").splitlines()
+    if start > 0 and cursor is None and lines:
+        lines = lines[1:]  # incomplete
+    cut = len(lines) > limit
+    return {
+        "file": str(path),
+        "cursor": size,
+        "size": size,
+        "lines": lines[-limit:],
+        "truncated": cut or (start > 0 and start != cursor),
+        "reset": reset,
+    }
 
 
 class ChannelSendParams(Params, frozen=True):

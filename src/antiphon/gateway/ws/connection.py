@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from antiphon.access import Caller
+from antiphon.access import READ_SCOPE, Caller
 from antiphon.gateway.auth import ClientIdentity
 from antiphon.gateway.ws import frames
 from antiphon.gateway.ws.fast_send import SendNow, refuse_to_send
@@ -31,16 +31,30 @@ MAX_CLOSE_REASON_BYTES = 120  # a close frame holds 123
 CHAT_DELTAS_CAPABILITY = "chat-deltas"
 """The capability of a client that assembles an answer from its increments."""
 UI_CLIENT_MODE = "ui"  # terminals and apps that show the `message` of a delta, not its increment
-AGENT_TEXT_CLIENT_IDS = {
-    "openclaw-android",
-    "openclaw-ios",
-    "openclaw-linux",
-    "openclaw-macos",
-    "openclaw-watchos",
-}
-"""Apps that show a growing answer from `agent` events, and nothing of a `chat` event before the final one."""
 
 AsgiSend = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class ClientQuirks(msgspec.Struct, frozen=True):
+    """What a known client needs beyond the protocol."""
+
+    reads_agent_text: bool = False
+    """It shows a growing answer from `agent` events, and nothing of a `chat` event before the final one."""
+    run_end_delay_seconds: float = 0.0
+    """Pause between the acceptance of its message and the end of any run.
+
+    A client that reads a run's start and end together with the response still waits for that run afterwards.
+    """
+
+
+NO_QUIRKS = ClientQuirks()
+QUIRKS_BY_CLIENT_ID = {
+    **dict.fromkeys(
+        ("openclaw-android", "openclaw-ios", "openclaw-linux", "openclaw-macos", "openclaw-watchos"),
+        ClientQuirks(reads_agent_text=True),
+    ),
+    "openclaw-tui": ClientQuirks(run_end_delay_seconds=0.04),
+}
 
 
 class ConnectedClient(msgspec.Struct, frozen=True):
@@ -72,13 +86,13 @@ PROCESS_SEND_QUEUE_TOTAL = SendQueueTotal()
 class WebSocketConnection:
     def __init__(
         self,
-        number: str,
+        connection_id: str,
         send: AsgiSend,
         opened_at: int,
-        together: SendQueueTotal = PROCESS_SEND_QUEUE_TOTAL,
-        at_once: SendNow = refuse_to_send,
+        queue_total: SendQueueTotal = PROCESS_SEND_QUEUE_TOTAL,
+        send_now: SendNow = refuse_to_send,
     ) -> None:
-        self.id = number
+        self.id = connection_id
         self.opened_at = opened_at
         self.protocol = frames.PROTOCOL_VERSIONS[-1]
         self.client: ConnectedClient | None = None
@@ -86,18 +100,21 @@ class WebSocketConnection:
         self.identity: ClientIdentity | None = None
         self.reads_increments = False
         """Whether a growing answer is sent as increments, or as the whole text each time."""
+        self.quirks = NO_QUIRKS
         self.is_subscribed_to_all_sessions = False
         """Whether it gets changes of all sessions (`sessions.subscribe`)."""
         self.tasks: set[asyncio.Task[None]] = set()
         self.closing: tuple[int, str] | None = None
         self.ended = asyncio.Event()
         self._send = send
-        self._send_now = at_once
+        self._send_now = send_now
         self._seq = 0
+        self._run_ends_due = 0.0
+        """Loop time before which no end of a run is sent."""
         self._send_queue: deque[tuple[str, int]] = deque()
         """Texts with their size in memory, recorded because it may change once they are sent."""
         self._waiting_bytes = 0
-        self._queue_total = together
+        self._queue_total = queue_total
         self._flushing = False
         self._wake = asyncio.Event()
         self._has_room = asyncio.Event()
@@ -108,16 +125,15 @@ class WebSocketConnection:
         self.client, self.identity, self.protocol = client, identity, protocol
         self.caller = Caller.operator(client.scopes)
         self.reads_increments = protocol >= 4 and (self.has_delta_capability or client.mode != UI_CLIENT_MODE)
+        self.quirks = QUIRKS_BY_CLIENT_ID.get(client.id, NO_QUIRKS)
+
+    def has_capability(self, name: str) -> bool:
+        return self.client is not None and name in self.client.caps
 
     @property
     def has_delta_capability(self) -> bool:
         """Whether the client has declared that it needs no whole text to begin with."""
-        return self.client is not None and CHAT_DELTAS_CAPABILITY in self.client.caps
-
-    @property
-    def reads_agent_text(self) -> bool:
-        """Whether whole texts of a growing answer are sent as `agent` events instead of `chat` events."""
-        return self.client is not None and self.client.id in AGENT_TEXT_CLIENT_IDS
+        return self.has_capability(CHAT_DELTAS_CAPABILITY)
 
     # --- queueing ---
 
@@ -135,6 +151,23 @@ class WebSocketConnection:
         if not self._try_send_now(numbered):
             self.enqueue(numbered)
         return True
+
+    def delay_run_ends(self) -> None:
+        """Delay the ends of runs as long as this client needs: a message of it has just been accepted."""
+        if self.quirks.run_end_delay_seconds:
+            self._run_ends_due = asyncio.get_running_loop().time() + self.quirks.run_end_delay_seconds
+
+    def send_run_end(self, texts: Sequence[str]) -> None:
+        """Send the last events of a run, now or when they are due."""
+        loop = asyncio.get_running_loop()
+        if self._run_ends_due > loop.time():
+            loop.call_at(self._run_ends_due, self._send_events, texts)
+        else:
+            self._send_events(texts)
+
+    def _send_events(self, texts: Sequence[str]) -> None:
+        for text in texts:
+            self.send_event(text)
 
     def _try_send_now(self, text: str) -> bool:
         """Send a text without queueing; False if other texts are queued or being sent, which it must not overtake."""
@@ -228,9 +261,9 @@ class WebSocketConnection:
 
     # --- work that outlives a request ---
 
-    def start_task(self, work: Callable[[], Awaitable[None]]) -> None:
+    def start_task(self, work: Coroutine[Any, Any, None]) -> None:
         """Start a task that is cancelled when the connection ends."""
-        task = asyncio.ensure_future(_run_work(work))
+        task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
@@ -242,10 +275,41 @@ class WebSocketConnection:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
+class ConnectionSet:
+    """The connections of authenticated clients."""
+
+    def __init__(self) -> None:
+        self._connections: set[WebSocketConnection] = set()
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def __iter__(self) -> Iterator[WebSocketConnection]:
+        return iter(self._connections)
+
+    def __contains__(self, connection: WebSocketConnection) -> bool:
+        return connection in self._connections
+
+    def add(self, connection: WebSocketConnection) -> None:
+        self._connections.add(connection)
+
+    def discard(self, connection: WebSocketConnection) -> None:
+        self._connections.discard(connection)
+
+    def iter_readers(self) -> Iterator[WebSocketConnection]:
+        """Yield the connections that may read sessions."""
+        return (each for each in self._connections if READ_SCOPE in each.caller.scopes)
+
+    def iter_session_subscribers(self) -> Iterator[WebSocketConnection]:
+        """Yield the connections that get changes of all sessions."""
+        return (each for each in self._connections if each.is_subscribed_to_all_sessions)
+
+    def broadcast(self, text: str, *, droppable: bool = False) -> None:
+        """Send an event to all connections that may read sessions."""
+        for connection in self.iter_readers():
+            connection.send_event(text, droppable=droppable)
+
+
 def _truncate_close_reason(reason: str) -> str:
     """Return the part of a reason that fits into a close frame, without splitting a character."""
     return reason.encode(errors="replace")[:MAX_CLOSE_REASON_BYTES].decode(errors="ignore")
-
-
-async def _run_work(work: Callable[[], Awaitable[None]]) -> None:
-    await work()

@@ -168,9 +168,9 @@ def build_hello(gateway: GatewayState, hub: Hub, connection: WebSocketConnection
         "server": {"version": __version__, "connId": connection.id},
         "features": {"methods": sorted(METHODS_BY_NAME), "events": EVENT_NAMES, "capabilities": []},
         "snapshot": {
-            "presence": hub.list_presence() if READ_SCOPE in connection.caller.scopes else [],
-            "health": hub.build_health(),
-            "stateVersion": hub.state_version,
+            "presence": hub.presence.list_clients() if READ_SCOPE in connection.caller.scopes else [],
+            "health": hub.health.build_report(),
+            "stateVersion": hub.presence.state_version,
             "uptimeMs": now - gateway.started_at,
             "stateDir": str(gateway.state_dir),
             "authMode": gateway.authenticator.mode,

@@ -84,7 +84,7 @@ class WebSocketServer:
 
     async def _serve_connection(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = WebSocketConnection(
-            uuid.uuid4().hex, send, self._gateway.app.clock.now(), at_once=fast_send.find_send_now(scope)
+            uuid.uuid4().hex, send, self._gateway.app.clock.now(), send_now=fast_send.find_send_now(scope)
         )
         writer = asyncio.create_task(connection.run_writer())
         reader = asyncio.create_task(self._read_requests(connection, scope, receive))
@@ -205,7 +205,7 @@ class WebSocketServer:
         async def work() -> None:
             connection.enqueue(await self._respond(connection, request, method))
 
-        connection.start_task(work)
+        connection.start_task(work())
 
     async def _respond(
         self, connection: WebSocketConnection, request: frames.RequestFrame, method: Method | None

@@ -1,17 +1,45 @@
-"""Methods that start sub-agents for a session and report on them."""
+"""Methods about what sessions do for one another: exchanges, sub-agents, and deliveries to people."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from antiphon.access import READ_SCOPE, WRITE_SCOPE
+from antiphon.access import ADMIN_SCOPE, READ_SCOPE, WRITE_SCOPE
 from antiphon.engine.collaboration.attachments import SpawnAttachment
 from antiphon.gateway.methods.registry import MethodCall, NoParams, rpc_method
 from antiphon.gateway.ws.frames import IdempotencyKey, Params, SessionReference
 from antiphon.tools.sessions_spawn import SpawnArguments
-from antiphon.views import SpawnResult
+from antiphon.views import DeliveryPage, DeliveryView, ExchangeDetail, ExchangePage, SpawnResult
+
+
+class ExchangeListParams(Params, frozen=True):
+    session_key: SessionReference | None = None
+    unsettled: bool = False
+    limit: Annotated[int, Meta(ge=1, le=500)] = 50
+    cursor: str | None = None
+
+
+@rpc_method("exchanges.list", READ_SCOPE, ExchangeListParams)
+async def list_exchanges(call: MethodCall, params: ExchangeListParams) -> ExchangePage:
+    return await call.operations.list_exchanges(
+        call.caller,
+        params.session_key,
+        unsettled=params.unsettled,
+        limit=params.limit,
+        cursor=params.cursor,
+    )
+
+
+class ExchangeGetParams(Params, frozen=True):
+    id: Annotated[str, Meta(min_length=1, max_length=512)]
+
+
+@rpc_method("exchanges.get", READ_SCOPE, ExchangeGetParams)
+async def get_exchange(call: MethodCall, params: ExchangeGetParams) -> ExchangeDetail:
+    """Return one exchange by its id or an id prefix, with full texts and all replies."""
+    return await call.operations.get_exchange(call.caller, params.id)
 
 
 class SessionSpawnParams(SpawnArguments, Params, frozen=True):
@@ -57,3 +85,24 @@ async def get_subagent_report(call: MethodCall, params: SubagentReportParams) ->
 async def list_spawnable_agents(call: MethodCall, params: NoParams) -> dict[str, Any]:
     """List all agents, each with the agents that it may start."""
     return {"agents": await call.operations.list_agents(call.caller)}
+
+
+class DeliveryListParams(Params, frozen=True):
+    state: Literal["pending", "sending", "delivered", "blocked", "ambiguous", "dead"] | None = None
+    limit: Annotated[int, Meta(ge=1, le=500)] = 50
+    cursor: str | None = None
+
+
+@rpc_method("deliveries.list", READ_SCOPE, DeliveryListParams)
+async def list_deliveries(call: MethodCall, params: DeliveryListParams) -> DeliveryPage:
+    return await call.operations.list_deliveries(call.caller, params.state, params.limit, params.cursor)
+
+
+class DeliveryRetryParams(Params, frozen=True):
+    key: Annotated[str, Meta(min_length=1, max_length=512)]
+
+
+@rpc_method("deliveries.retry", ADMIN_SCOPE, DeliveryRetryParams)
+async def retry_delivery(call: MethodCall, params: DeliveryRetryParams) -> DeliveryView:
+    """Send a dead, blocked or doubtful delivery again. Rejected while it is pending, so one request sends it once."""
+    return await call.operations.retry_delivery(call.caller, params.key)
