@@ -170,7 +170,7 @@ def run_with_kill_at_every_commit(servers: Servers, home: Path, name: str, look:
 def run_with_random_kills(servers: Servers, home: Path, kind: str, batch: int, total: int) -> int:
     """One to three kills in a row at seeded moments, of one plan after the other, until there were enough."""
     wanted = -(-total // (2 * BATCHES * (SHARE if chosen.postgres else 1)))
-    dice = random.Random(f"{kind} {batch}")
+    rng = random.Random(f"{kind} {batch}")
 
     def plans(number: int) -> str:
         return f"{kind}:{batch * 1000 + number}"
@@ -181,9 +181,9 @@ def run_with_random_kills(servers: Servers, home: Path, kind: str, batch: int, t
     while died < wanted:
         cases: list[Case] = []
         while len(cases) < max(2, (wanted - died) // 2):
-            times = dice.choice([1, 1, 2, 3])
+            times = rng.choice([1, 1, 2, 3])
             # The first life does most of the work, so kills of later ones are looked for early on.
-            kills = [dice.randint(1, count - 4), *(dice.randint(1, count // 3) for _ in range(times - 1))]
+            kills = [rng.randint(1, count - 4), *(rng.randint(1, count // 3) for _ in range(times - 1))]
             cases.append((plans(number), kills))
             number += 1
         killed = run_with_kills(servers, home / f"round{number}", cases)

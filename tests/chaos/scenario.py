@@ -171,21 +171,21 @@ def single(shape: str) -> list[Planned]:
 
 def several(seed: int, sessions: int = 3, messages: int = 8) -> list[Planned]:
     """A seeded mixture over several sessions; the queues of the lanes are longer than one."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     return [
-        _planned(dice.choice(list(_SHAPES)), f"m{number}", f"agent:main:direct:s{dice.randrange(sessions)}")
+        _planned(rng.choice(list(_SHAPES)), f"m{number}", f"agent:main:direct:s{rng.randrange(sessions)}")
         for number in range(messages)
     ]
 
 
 def talking(seed: int, sessions: int = 3, messages: int = 5) -> list[Planned]:
     """The same, of which most begin conversations or sub-agents."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     return [
         _planned(
-            dice.choice([*_TALKS, "tell, note", "fail"]),
+            rng.choice([*_TALKS, "tell, note", "fail"]),
             f"m{number}",
-            f"agent:main:direct:s{dice.randrange(sessions)}",
+            f"agent:main:direct:s{rng.randrange(sessions)}",
         )
         for number in range(messages)
     ]

@@ -66,7 +66,7 @@ def test_many_sessions_survive_seeded_kills(
 @pytest.mark.requirement("G2", "G21")
 def test_a_kill_from_outside_at_any_time_is_survived(servers: Servers, tmp_path: Path) -> None:
     """Not only commits: start-up, migration, imports and the end are interrupted too."""
-    dice = random.Random(7)
+    rng = random.Random(7)
     died = 0
     for number in range(4):
         name = f"several:{number}"
@@ -76,7 +76,7 @@ def test_a_kill_from_outside_at_any_time_is_survived(servers: Servers, tmp_path:
         process = spawn(str(state_dir), name, *stored(state_dir))
         assert process.stdin and process.stdout
         # The point in time is the point in its output: the n-th line, or before the first one.
-        for _ in range(dice.randrange(10)):
+        for _ in range(rng.randrange(10)):
             process.stdout.readline()
         process.kill()
         heard, _ = process.communicate(timeout=30)
@@ -137,10 +137,10 @@ def test_a_killed_chat_is_answered_by_the_next_one(tmp_path: Path) -> None:
     shown, _ = second.communicate(timeout=60)
     assert second.returncode == 0
     assert "second answer" in shown
-    book = verify.StoreSnapshot(state_dir)
-    assert [(run["state"], run["reply"]) for run in book.runs] == [
+    snapshot = verify.StoreSnapshot(state_dir)
+    assert [(run["state"], run["reply"]) for run in snapshot.runs] == [
         ("ok", "first answer"),
         ("ok", "second answer"),
     ]
     assert verify.always(state_dir, []) == []
-    assert book.owners == []
+    assert snapshot.owners == []

@@ -117,9 +117,9 @@ def test_a_channel_without_keys_gets_a_message_at_most_once_and_the_doubt_is_on_
     ends: Counter[tuple[str, int]] = Counter()
 
     def look(state_dir: Path) -> None:
-        book = StoreSnapshot(state_dir)
-        (delivery,) = book.deliveries
-        ends[delivery["state"], book.posts[UNKEYED][delivery["key"]]] += 1
+        snapshot = StoreSnapshot(state_dir)
+        (delivery,) = snapshot.deliveries
+        ends[delivery["state"], snapshot.posts[UNKEYED][delivery["key"]]] += 1
 
     died = run_with_kill_at_every_commit(servers, tmp_path, "single:unkeyed", look)
     assert ends.keys() <= {("delivered", 1), ("ambiguous", 0), ("ambiguous", 1)}

@@ -82,21 +82,28 @@ def process(
 
 def suffer(home: Path, seed: int) -> StoreSnapshot:
     """One society, killed again and again and then left to work everything off; what is in its book."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     state_dir = home / f"society-{seed}"
     died = 0
     with process(state_dir, seed) as live:
         while died < KILLS:
-            code = live(dice.randint(*MOMENTS))
+            code = live(rng.randint(*MOMENTS))
             assert code == KILLED, f"seed {seed}: a life ended with {code} after {died} kills"
             died += 1
         assert live(None) == 0, f"seed {seed}: the last life did not end well"
     sent = [planned.key for planned in random_agents.plan_messages(seed)]
     found = verify.always(state_dir, sent)
-    book = StoreSnapshot(state_dir)
-    wrong = [*found, *lost(book), *twice(book), *order(book), *held(book), *verify.out_of_turn(book, sent)]
+    snapshot = StoreSnapshot(state_dir)
+    wrong = [
+        *found,
+        *lost(snapshot),
+        *twice(snapshot),
+        *order(snapshot),
+        *held(snapshot),
+        *verify.out_of_turn(snapshot, sent),
+    ]
     assert not wrong, f"seed {seed}:\n" + "\n".join(wrong)
-    return book
+    return snapshot
 
 
 @pytest.mark.requirement("G1", "G2", "G3", "G5", "G9", "G12", "G13", "S5", "S6", "S9", "P4", "P5")
@@ -104,9 +111,9 @@ def suffer(home: Path, seed: int) -> StoreSnapshot:
 def test_fifty_agents_talk_and_spawn_at_random_and_are_killed_in_between(tmp_path: Path) -> None:
     until_ = time.monotonic() + SECONDS
     for seed in count(1):
-        book = suffer(tmp_path, seed)
+        snapshot = suffer(tmp_path, seed)
         # It was worth it: every kind of step happened, and somebody waited and was told.
-        assert {run["origin"] for run in book.runs} >= {
+        assert {run["origin"] for run in snapshot.runs} >= {
             "chat",
             "sessions_send",
             "reply-back",
@@ -115,7 +122,7 @@ def test_fifty_agents_talk_and_spawn_at_random_and_are_killed_in_between(tmp_pat
             "note",
             "wake",
         }
-        assert {call.told.get("status") for call in asked(book)} >= {"ok", "accepted", "timeout"}
+        assert {call.told.get("status") for call in asked(snapshot)} >= {"ok", "accepted", "timeout"}
         if time.monotonic() >= until_:
             break
 
@@ -132,61 +139,65 @@ class Asked(NamedTuple):
     """What it answered; nothing if its run was given up, and then nobody knows whether it had its effect."""
 
 
-def asked(book: StoreSnapshot) -> list[Asked]:
+def asked(snapshot: StoreSnapshot) -> list[Asked]:
     words = {"sessions_send": "message", "sessions_spawn": "task"}
     return [
         Asked(
             call.name, call.arguments[words[call.name]], {} if call.interrupted else json.loads(call.answer)
         )
-        for run in book.runs
-        for call in book.calls(run)
+        for run in snapshot.runs
+        for call in snapshot.calls(run)
         if call.name in words
     ]
 
 
-def lost(book: StoreSnapshot) -> list[str]:
+def lost(snapshot: StoreSnapshot) -> list[str]:
     """Whatever was accepted has come to its end, with the words it was to come to."""
-    wrong = [f"{run['id']} is {run['state']}" for run in book.runs if run["ended_at"] is None]
-    wrong += [f"{s['key']} is {s['state']}" for s in book.sessions if s["state"] != "idle" or s["yielded"]]
-    wrong += [f"owner {owner['id']} is still there" for owner in book.owners]
-    wrong += [f"{d['key']} is {d['state']}" for d in book.deliveries if d["state"] not in ENDS]
-    for row in (*book.exchanges, *book.tasks):
+    wrong = [f"{run['id']} is {run['state']}" for run in snapshot.runs if run["ended_at"] is None]
+    wrong += [
+        f"{s['key']} is {s['state']}" for s in snapshot.sessions if s["state"] != "idle" or s["yielded"]
+    ]
+    wrong += [f"owner {owner['id']} is still there" for owner in snapshot.owners]
+    wrong += [f"{d['key']} is {d['state']}" for d in snapshot.deliveries if d["state"] not in ENDS]
+    for row in (*snapshot.exchanges, *snapshot.tasks):
         if row["phase"] != "settled" or row["announced"] in (None, "pending"):
             wrong.append(f"{row['id']} is {row['phase']}, {row['announced']}")
-    said = {row["id"]: words for row, words in begun(book)}
-    for call in asked(book):
+    said = {row["id"]: words for row, words in begun(snapshot)}
+    for call in asked(snapshot):
         if call.told and said.get(call.told.get("runId", "")) != (
             call.words if "runId" in call.told else None
         ):
             wrong.append(f"{call.tool} answered {call.told}")
-    return wrong + [line for row in book.exchanges for line in _announced(book, row)]
+    return wrong + [line for row in snapshot.exchanges for line in _announced(snapshot, row)]
 
 
-def begun(book: StoreSnapshot) -> list[tuple[Row, str]]:
+def begun(snapshot: StoreSnapshot) -> list[tuple[Row, str]]:
     """Every exchange and every task, with the words that began it."""
-    return [(row, row["message"]) for row in book.exchanges] + [(row, row["task"]) for row in book.tasks]
+    return [(row, row["message"]) for row in snapshot.exchanges] + [
+        (row, row["task"]) for row in snapshot.tasks
+    ]
 
 
-def _announced(book: StoreSnapshot, exchange: Row) -> list[str]:
+def _announced(snapshot: StoreSnapshot, exchange: Row) -> list[str]:
     """An exchange that was answered is announced in the words of its last step, unless they are a token."""
-    step = book.run(f"announce:{exchange['id']}")
-    answered = bool((book.run(exchange["id"]) or {}).get("reply"))
+    step = snapshot.run(f"announce:{exchange['id']}")
+    answered = bool((snapshot.run(exchange["id"]) or {}).get("reply"))
     if (step is not None) != (answered and exchange["announce"] == "target"):
         return [f"exchange {exchange['id']} was {answered=}, and its announce step is {step is not None}"]
-    posted = [d for d in book.deliveries if d["exchange"] == exchange["n"]]
+    posted = [d for d in snapshot.deliveries if d["exchange"] == exchange["n"]]
     wanted = [step["reply"].strip()] if step and step["reply"] != "ANNOUNCE_SKIP" else []
     bodies = [delivery["body"] for delivery in posted]
     return [] if bodies == wanted else [f"exchange {exchange['id']} posted {bodies}, not {wanted}"]
 
 
-def twice(book: StoreSnapshot) -> list[str]:
+def twice(snapshot: StoreSnapshot) -> list[str]:
     """Every script has been heard by one session, once; every call has led to one thing, and nothing else has."""
-    wrong = [f"{what} {times} times" for what, times in _counted(book) if times > 1]
-    heard = Counter(_script(message) for message in book.messages)
+    wrong = [f"{what} {times} times" for what, times in _counted(snapshot) if times > 1]
+    heard = Counter(_script(message) for message in snapshot.messages)
     del heard[None]
     wrong += [f"{words!r} was heard {times} times" for words, times in heard.items() if times > 1]
-    calls = Counter(call.words for call in asked(book))
-    for row, words in begun(book):
+    calls = Counter(call.words for call in asked(snapshot))
+    for row, words in begun(snapshot):
         if (calls[words], heard[words]) != (1, 1):
             wrong.append(f"{row['id']} was asked for {calls[words]} times and heard {heard[words]} times")
     return wrong
@@ -200,12 +211,12 @@ def _script(message: Row) -> str | None:
     return None if origin.get("kind") == "announce_step" else message["json"]["content"]
 
 
-def _counted(book: StoreSnapshot) -> Iterable[tuple[str, int]]:
-    yield from Counter(f"run {run['id']}" for run in book.runs).items()
-    yield from Counter(f"delivery {row['key']}" for row in book.deliveries).items()
-    yield from Counter(f"entry {message['entry']}" for message in book.messages).items()
-    yield from Counter(f"words {words}" for _, words in begun(book)).items()
-    notes = [message["json"] for message in book.messages if "provenance" in message["json"]]
+def _counted(snapshot: StoreSnapshot) -> Iterable[tuple[str, int]]:
+    yield from Counter(f"run {run['id']}" for run in snapshot.runs).items()
+    yield from Counter(f"delivery {row['key']}" for row in snapshot.deliveries).items()
+    yield from Counter(f"entry {message['entry']}" for message in snapshot.messages).items()
+    yield from Counter(f"words {words}" for _, words in begun(snapshot)).items()
+    notes = [message["json"] for message in snapshot.messages if "provenance" in message["json"]]
     yield from Counter(
         f"report of {note['provenance']['sourceSessionKey']}"
         for note in notes
@@ -213,25 +224,25 @@ def _counted(book: StoreSnapshot) -> Iterable[tuple[str, int]]:
     ).items()
 
 
-def lanes(book: StoreSnapshot) -> list[list[Row]]:
+def lanes(snapshot: StoreSnapshot) -> list[list[Row]]:
     """The runs of each session, one after the other."""
-    return [book.lane(session) for session in book.sessions]
+    return [snapshot.lane(session) for session in snapshot.sessions]
 
 
-def order(book: StoreSnapshot) -> list[str]:
+def order(snapshot: StoreSnapshot) -> list[str]:
     """First come, first served, and one at a time."""
     return [
         f"{later['id']} did not wait for {earlier['id']}"
-        for lane in lanes(book)
+        for lane in lanes(snapshot)
         for earlier, later in pairwise(lane)
         if later["first_seq"] != earlier["last_seq"] + 1 or later["started_at"] < earlier["ended_at"]
     ]
 
 
-def held(book: StoreSnapshot) -> list[str]:
+def held(snapshot: StoreSnapshot) -> list[str]:
     """Nobody waits for longer than the work before it in its own lane takes, whoever waits for whom elsewhere."""
     wrong: list[str] = []
-    for lane in lanes(book):
+    for lane in lanes(snapshot):
         for place, run in enumerate(lane):
             work = sum(
                 max(0, ahead["ended_at"] - max(ahead["started_at"], run["created_at"]))

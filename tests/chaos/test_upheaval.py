@@ -26,29 +26,31 @@ FIRST_SEED = int(os.environ.get("ANTIPHON_UPHEAVAL_SEED") or 1)
 
 def suffer(home: Path, seed: int) -> StoreSnapshot:
     """One house in upheaval, killed again and again and then left to work everything off."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     state_dir = home / f"upheaval-{seed}"
     with process(state_dir, seed, random_disruptions.__file__) as live:
         for _ in range(KILLS):
-            code = live(dice.randint(*MOMENTS))
+            code = live(rng.randint(*MOMENTS))
             assert code in {KILLED, 0}, f"seed {seed}: a life ended with {code}"
         assert live(None) == 0, f"seed {seed}: the last life did not end well"
-    book = StoreSnapshot(state_dir)
+    snapshot = StoreSnapshot(state_dir)
     swept = state_dir / random_disruptions.SWEPT
-    wrong = left(book)
+    wrong = left(snapshot)
     if swept.exists():
         wrong += [f"the sweeper settled {line}" for line in swept.read_text().splitlines()]
     assert not wrong, f"seed {seed}:\n" + "\n".join(wrong)
-    return book
+    return snapshot
 
 
-def left(book: StoreSnapshot) -> list[str]:
+def left(snapshot: StoreSnapshot) -> list[str]:
     """Whatever is still under way although everything is quiet."""
-    wrong = [f"{run['id']} is {run['state']}" for run in book.runs if run["ended_at"] is None]
-    wrong += [f"{run['id']} waits to be woken" for run in book.runs if run.get("woken_by")]
-    wrong += [f"{s['key']} is {s['state']}" for s in book.sessions if s["state"] != "idle" or s["yielded"]]
-    wrong += [f"{d['key']} is {d['state']}" for d in book.deliveries if d["state"] not in ENDS]
-    for row in (*book.exchanges, *book.tasks):
+    wrong = [f"{run['id']} is {run['state']}" for run in snapshot.runs if run["ended_at"] is None]
+    wrong += [f"{run['id']} waits to be woken" for run in snapshot.runs if run.get("woken_by")]
+    wrong += [
+        f"{s['key']} is {s['state']}" for s in snapshot.sessions if s["state"] != "idle" or s["yielded"]
+    ]
+    wrong += [f"{d['key']} is {d['state']}" for d in snapshot.deliveries if d["state"] not in ENDS]
+    for row in (*snapshot.exchanges, *snapshot.tasks):
         if row["phase"] != "settled" or row["announced"] in (None, "pending", "interrupted"):
             wrong.append(f"{row['id']} is {row['phase']}, {row['announced']}")
     return wrong
@@ -60,8 +62,8 @@ def test_nothing_is_left_for_the_sweeper_whatever_is_stopped_and_killed(tmp_path
     until = time.monotonic() + SECONDS
     seen: set[str] = set()
     for seed in count(FIRST_SEED):
-        book = suffer(tmp_path, seed)
-        seen |= {run["origin"] for run in book.runs} | {run["state"] for run in book.runs}
+        snapshot = suffer(tmp_path, seed)
+        seen |= {run["origin"] for run in snapshot.runs} | {run["state"] for run in snapshot.runs}
         if time.monotonic() >= until:
             break
     assert seen >= {"sessions_send", "sessions_spawn", "wake", "steer", "cancelled", "ok"}

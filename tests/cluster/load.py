@@ -36,9 +36,9 @@ def plan(seed: int, messages: int) -> list[Planned]:
 
     Many take their time, so that there is always something under way.
     """
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     return [
-        replace(planned, text=f"{planned.text.replace(*WAITING)}\nslow {dice.choice([0.1, 0.3, 1.0])}")
+        replace(planned, text=f"{planned.text.replace(*WAITING)}\nslow {rng.choice([0.1, 0.3, 1.0])}")
         for planned in talking(seed, sessions=8, messages=messages)
     ]
 
@@ -72,11 +72,11 @@ class Watcher:
         (row,) = self.replica_set.rows("SELECT last_seq FROM sessions WHERE key = $1", self.session)
         return row["last_seq"] == (self.seen[-1]["seq"] if self.seen else 0)
 
-    def wrong(self, book: StoreSnapshot) -> list[str]:
+    def wrong(self, snapshot: StoreSnapshot) -> list[str]:
         """Each entry once and in order."""
-        session = book.session(self.session)
+        session = snapshot.session(self.session)
         assert session is not None
-        said = [m["entry"] for m in book.messages if m["transcript"] == session["transcript"]]
+        said = [m["entry"] for m in snapshot.messages if m["transcript"] == session["transcript"]]
         seen = [fact["entry"] for fact in self.seen]
         return [] if seen == said else [f"of {self.session} was seen {seen}, and said {said}"]
 
@@ -150,23 +150,23 @@ class Load:
     # --- what must hold when every replica has left ---
 
     def wrong(self) -> list[str]:
-        book = StoreSnapshot(self.replica_set.home)
+        snapshot = StoreSnapshot(self.replica_set.home)
         places = {planned.key: place for place, planned in enumerate(self.plan)}
         accepted = sorted(self.accepted, key=lambda planned: places[planned.key])
         wrong = finally_(self.replica_set.home, accepted)
         wrong += [f"nobody was told of the end of {p.key}" for p in accepted if p.key not in self.answered]
-        wrong += [line for watcher in self.watchers for line in watcher.wrong(book)]
-        return wrong + order(book, accepted) + misdated(book)
+        wrong += [line for watcher in self.watchers for line in watcher.wrong(snapshot)]
+        return wrong + order(snapshot, accepted) + misdated(snapshot)
 
 
-def misdated(book: StoreSnapshot) -> list[str]:
+def misdated(snapshot: StoreSnapshot) -> list[str]:
     """Whatever the clock of the machine says that it was answered on, an answer is dated by that of all."""
     # The words of a note have waited for their turn.
     answers = [
         entry
-        for run in book.runs
+        for run in snapshot.runs
         if run["origin"] != "note"
-        for entry in book.entries(run)
+        for entry in snapshot.entries(run)
         if entry["role"] == "assistant"
     ]
     return [
@@ -176,11 +176,11 @@ def misdated(book: StoreSnapshot) -> list[str]:
     ]
 
 
-def order(book: StoreSnapshot, accepted: Iterable[Planned]) -> list[str]:
+def order(snapshot: StoreSnapshot, accepted: Iterable[Planned]) -> list[str]:
     """What one writer said to a session is in its transcript in that order."""
     runs: dict[str, list[Row]] = {}
     for planned in accepted:
-        if run := book.run(planned.key):
+        if run := snapshot.run(planned.key):
             runs.setdefault(planned.session, []).append(run)
     return [
         f"{later['id']} came before {earlier['id']}"

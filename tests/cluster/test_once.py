@@ -53,7 +53,7 @@ async def test_retention_touches_each_session_once(tmp_path: Path, postgres: Pos
         for replica in replica_set.replicas:
             replica.begin("changes")
             await replica_set.until(
-                lambda replica=replica: {"changes": None} in replica.told, what="it listens"
+                lambda replica=replica: {"changes": None} in replica.reports, what="it listens"
             )
         for number in range(SESSIONS):
             await replica_set.ask_until_done("open", session=f"agent:main:direct:old-{number}")
@@ -70,4 +70,4 @@ async def test_retention_touches_each_session_once(tmp_path: Path, postgres: Pos
 
 
 def touched(replica: ReplicaProcess) -> Counter[str]:
-    return Counter(fact["changes"] for fact in replica.told if fact.get("changes"))
+    return Counter(fact["changes"] for fact in replica.reports if fact.get("changes"))

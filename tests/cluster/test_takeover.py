@@ -49,11 +49,16 @@ async def taken_from(
 
 def told_once(replica_set: ReplicaSet, key: str = "run") -> None:
     """The run has come to its end once, with everything it was to do, and nothing else has happened."""
-    book = StoreSnapshot(replica_set.home)
-    run = book.run(key)
+    snapshot = StoreSnapshot(replica_set.home)
+    run = snapshot.run(key)
     assert run is not None and (run["state"], run["reply"]) == ("ok", WORDS)
-    assert [entry["role"] for entry in book.entries(run)] == ["user", "assistant", "toolResult", "assistant"]
-    assert [run["state"] for run in book.runs if run["origin"] == "tell"] == ["ok"]
+    assert [entry["role"] for entry in snapshot.entries(run)] == [
+        "user",
+        "assistant",
+        "toolResult",
+        "assistant",
+    ]
+    assert [run["state"] for run in snapshot.runs if run["origin"] == "tell"] == ["ok"]
     assert always(replica_set.home, [key]) == []
 
 

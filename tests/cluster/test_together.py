@@ -44,9 +44,9 @@ async def test_the_same_key_is_the_same_request_on_every_replica(tmp_path: Path,
             )
             assert len(_ids(said)) == len(_ids(sent)) == len(_ids(spawned)) == 1
         await replica_set.until(lambda: _settled(replica_set), 60, what="everything has ended")
-        book = StoreSnapshot(replica_set.home)
-        assert (len(book.exchanges), len(book.tasks)) == (TIMES, TIMES)
-        assert sum(run["origin"] == "chat" for run in book.runs) == TIMES
+        snapshot = StoreSnapshot(replica_set.home)
+        assert (len(snapshot.exchanges), len(snapshot.tasks)) == (TIMES, TIMES)
+        assert sum(run["origin"] == "chat" for run in snapshot.runs) == TIMES
         assert always(replica_set.home, [f"m{number}" for number in range(TIMES)]) == []
 
 

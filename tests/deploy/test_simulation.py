@@ -29,17 +29,17 @@ INSTANT, STREAMING = sim.LOADS
 
 def mean_wait(servers: int, load: float, jobs: int = 60_000) -> float:
     """In the queue of a station, for arrivals and work at random; work takes 1 on average."""
-    clock, dice = sim.Clock(), random.Random(3)
+    clock, rng = sim.Clock(), random.Random(3)
     station = sim.Station(clock, servers)
     waits: list[float] = []
 
     def arrive() -> None:
-        came, work = clock.now, dice.expovariate(1.0)
+        came, work = clock.now, rng.expovariate(1.0)
         station.ask(work, lambda: waits.append(clock.now - came - work))
 
     at = 0.0
     for _ in range(jobs):
-        at += dice.expovariate(load * servers)
+        at += rng.expovariate(load * servers)
         clock.after(at, arrive)
     clock.run()
     assert len(waits) == jobs

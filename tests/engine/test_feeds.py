@@ -65,9 +65,9 @@ async def test_every_entry_once_and_in_order_whatever_is_dropped(
     monkeypatch.setattr(
         feeds, "IDLE_REREAD_SECONDS", 3600
     )  # looking again by itself would hide a missed hint
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     turns, last = 25, 50
-    async with open_app_fixture(tmp_path, echo, bus=LocalBus(buffer=dice.choice([1, 2, 3]))) as app:
+    async with open_app_fixture(tmp_path, echo, bus=LocalBus(buffer=rng.choice([1, 2, 3]))) as app:
         await app.create(MAIN)
 
         async def follower(own: random.Random) -> list[int]:
@@ -82,7 +82,7 @@ async def test_every_entry_once_and_in_order_whatever_is_dropped(
         async def speak() -> None:
             for number in range(turns):
                 await app.say(f"{number}")
-                for _ in range(dice.randrange(10)):
+                for _ in range(rng.randrange(10)):
                     await asyncio.sleep(0)
 
         followers = [asyncio.create_task(follower(random.Random(f"{seed} {n}"))) for n in range(4)]
@@ -297,7 +297,7 @@ async def test_following_the_cursors_gives_the_transcript_exactly(
     """Also where a page ends because its entries are large, at any place in what is fetched at once."""
     monkeypatch.setattr(transcripts, "MAX_PAGE_BYTES", room)
     monkeypatch.setattr(transcripts, "ROWS_PER_FETCH", 5)
-    dice = random.Random(room)
+    rng = random.Random(room)
 
     async def work(call: ToolRequest) -> ToolOutput:
         return ToolOutput(text="done")
@@ -307,7 +307,7 @@ async def test_following_the_cursors_gives_the_transcript_exactly(
 
     async with open_app_fixture(tmp_path, agent, tools=[make_tool("work", work)]) as app:
         for number in range(4):
-            await app.ask(f"{number} " + "é" * dice.choice([0, 50, 500]))
+            await app.ask(f"{number} " + "é" * rng.choice([0, 50, 500]))
         talking = asyncio.create_task(asyncio.wait_for(_talk(app), BOUND))
         for limit in (1, 3, 7, 1000):
             for tools in (True, False):

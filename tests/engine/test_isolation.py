@@ -35,7 +35,7 @@ class Echo:
     reads_history = True
 
     def __init__(self) -> None:
-        self._dice = random.Random(37)
+        self._rng = random.Random(37)
 
     async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
         # What an earlier run left in a context variable would be inherited by this one.
@@ -58,7 +58,7 @@ class Echo:
             yield words[at : at + 7]
 
     async def _give_way(self) -> None:
-        for _ in range(self._dice.randrange(4)):
+        for _ in range(self._rng.randrange(4)):
             await asyncio.sleep(0)
 
     async def close(self) -> None: ...

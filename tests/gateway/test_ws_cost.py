@@ -39,7 +39,7 @@ def wire_bytes(client: Client) -> int:
 def texts(client: Client) -> str:
     """An answer put together from its increments."""
     text = ""
-    for payload in client.told("chat", state="delta"):
+    for payload in client.list_events("chat", state="delta"):
         text = payload["deltaText"] if payload.get("replace") else text + payload["deltaText"]
     return text
 
@@ -64,10 +64,10 @@ async def test_a_long_answer_costs_a_reader_of_protocol_4_what_it_says(
     async with open_gateway(tmp_path, says_a_lot) as gateway, gateway.client(caps=caps) as client:
         await client.call("chat.send", sessionKey="main", message="go on", idempotencyKey="r1")
         final = await client.event("chat", state="final")
-        streams = {event["stream"] for event in client.told("agent")}
+        streams = {event["stream"] for event in client.list_events("agent")}
         assert wire_bytes(client) < 150_000
     assert texts(client) == final["message"]["content"][0]["text"] == ANSWER
-    pieces = client.told("chat", state="delta")
+    pieces = client.list_events("chat", state="delta")
     assert len(pieces) > 1, "it was not streamed"
     assert all("message" not in piece for piece in pieces[1:])
     assert ("message" in pieces[0]) == ("chat-deltas" not in caps)
@@ -86,9 +86,9 @@ async def test_who_needs_the_whole_is_sent_it_in_one_form_and_seldom_while_it_gr
         final = await client.event("chat", state="final")
         assert wire_bytes(client) < 150_000
     assert final["message"]["content"][0]["text"] == ANSWER
-    pieces = client.told("chat", state="delta")
+    pieces = client.list_events("chat", state="delta")
     by_chat = [piece["message"]["content"][0]["text"] for piece in pieces]
-    by_agent = [event["data"]["text"] for event in client.told("agent", stream="assistant")]
+    by_agent = [event["data"]["text"] for event in client.list_events("agent", stream="assistant")]
     grown = by_agent if change.get("client") == APP else by_chat
     assert by_chat + by_agent == grown, "the same text by another event"
     assert len(grown) > 10, "it was not streamed"
@@ -198,7 +198,7 @@ async def test_changes_of_a_session_are_gathered_with_one_row(tmp_path: Path) ->
         await client.call("sessions.subscribe")
         await client.call("chat.send", sessionKey="main", message="say x", idempotencyKey="r1")
         end = await client.event("sessions.changed", phase="end")
-        told = client.told("sessions.changed", sessionKey=MAIN)
+        told = client.list_events("sessions.changed", sessionKey=MAIN)
         assert "session" not in end
         assert (end["hasActiveRun"], end["activeRunIds"]) == (False, [])
         kinds = Counter(change.get("phase") or change.get("reason") for change in told if "key" not in change)
@@ -239,5 +239,5 @@ async def test_one_exchange_and_one_spawn_cost_a_subscriber_little(tmp_path: Pat
         spent = Counter[str]()
         for frame in subscriber.events:
             spent[frame["event"]] += len(msgspec.json.encode(frame))
-        assert not [row for row in subscriber.told("sessions.changed") if "transcriptPath" in row]
+        assert not [row for row in subscriber.list_events("sessions.changed") if "transcriptPath" in row]
         assert spent.total() < 24_000, spent

@@ -64,7 +64,7 @@ async def test_messages_come_once_in_order_and_say_who_they_are(gateway: Gateway
         first, *_ = told = await client.take("session.message", 4)
         await client.settled()
     assert [event["messageSeq"] for event in told] == [1, 2, 3, 4]
-    assert len(client.told("session.message")) == 4
+    assert len(client.list_events("session.message")) == 4
     assert [event["message"]["role"] for event in told] == ["user", "assistant"] * 2
     assert (first["sessionKey"], first["sessionId"]) == (MAIN, answer["sessionId"])
     assert first["message"]["content"] == "one"
@@ -84,8 +84,8 @@ async def test_a_subscriber_gets_what_came_after_its_number_and_then_what_is_new
         await fill(gateway, 1)
         assert await seqs(client, len(expected)) == expected
         await client.settled()
-        assert client.told("session.gap") == []
-        assert len(client.told("session.message")) == len(expected)
+        assert client.list_events("session.gap") == []
+        assert len(client.list_events("session.message")) == len(expected)
 
 
 @pytest.mark.requirement("G38")
@@ -122,7 +122,7 @@ async def test_a_number_of_a_past_conversation_is_a_gap_even_if_it_would_fit(gat
         )
         assert same["lastSeq"] == 3
         assert await seqs(client, 1) == [3]
-        assert len(client.told("session.gap")) == 1
+        assert len(client.list_events("session.gap")) == 1
 
 
 @pytest.mark.requirement("G38")
@@ -136,7 +136,7 @@ async def test_a_long_history_arrives_whole_while_it_grows(
         await fill(gateway, 30)
         assert await seqs(client, 90) == list(range(1, 91))
         await client.settled()
-        assert len(client.told("session.message")) == 90
+        assert len(client.list_events("session.message")) == 90
 
 
 @pytest.mark.requirement("G38")
@@ -209,11 +209,11 @@ async def test_a_session_that_is_deleted_while_somebody_catches_up_ends_that_too
         patience()
         assert (await client.event("session.gap"))["reason"] == "ended"
         await wait_until(lambda: _followed(gateway, 0))
-        assert client.told("session.message") == []
+        assert client.list_events("session.message") == []
         await client.call("sessions.messages.subscribe", key=OTHER, afterSeq=0)
         again = await client.event("session.message")
         assert (again["messageSeq"], again["sessionId"]) == (1, await _id(client, OTHER))
-        assert len(client.told("session.gap")) == 1
+        assert len(client.list_events("session.gap")) == 1
 
 
 async def _id(client: Client, key: str) -> str:
@@ -233,9 +233,9 @@ async def test_sessions_do_not_leak_into_each_other(gateway: GatewayFixture) -> 
         assert await seqs(both, 6) == await seqs(one, 6) == [1, 2, 3, 4, 5, 6]
         assert await seqs(both, 6, OTHER) == [1, 2, 3, 4, 5, 6]
         await one.settled()
-    assert {told["sessionKey"] for told in one.told("session.message")} == {MAIN}
+    assert {told["sessionKey"] for told in one.list_events("session.message")} == {MAIN}
     for client in (one, both):
-        for told in client.told("session.message"):
+        for told in client.list_events("session.message"):
             assert ("other" in str(told["message"]["content"])) is (told["sessionKey"] == OTHER)
 
 
@@ -265,7 +265,7 @@ async def test_who_unsubscribes_hears_nothing_more(gateway: GatewayFixture) -> N
         await fill(gateway, 2)
         assert await seqs(other, 3) == [1, 2, 3]
         await client.settled()
-        assert len(client.told("session.message")) == 1
+        assert len(client.list_events("session.message")) == 1
 
 
 async def test_who_unsubscribes_while_catching_up_hears_nothing_more(
@@ -281,7 +281,7 @@ async def test_who_unsubscribes_while_catching_up_hears_nothing_more(
         assert await seqs(other, 1) == [6]
         for _ in range(20):
             await client.settled()
-        assert client.told("session.message") == []
+        assert client.list_events("session.message") == []
 
 
 async def test_subscribing_again_begins_again_and_only_once(
@@ -297,7 +297,7 @@ async def test_subscribing_again_begins_again_and_only_once(
         await fill(gateway, 1)
         assert await seqs(client, 1) == [6]
         await client.settled()
-        assert len(client.told("session.message")) == 6
+        assert len(client.list_events("session.message")) == 6
 
 
 async def test_a_connection_subscribes_to_so_many_sessions_and_no_more(
@@ -343,14 +343,14 @@ async def test_who_hears_of_every_session_gets_each_message_once_even_if_subscri
         await ask(client, "two", OTHER)
         await client.event("sessions.changed", sessionKey=OTHER, phase="end")
         for session in (MAIN, OTHER):
-            told = client.told("session.message", sessionKey=session)
+            told = client.list_events("session.message", sessionKey=session)
             assert [event["messageSeq"] for event in told] == [1, 2]
         assert (await client.call("sessions.unsubscribe")) == {"subscribed": False}
-        heard = len(client.told("sessions.changed"))
+        heard = len(client.list_events("sessions.changed"))
         await ask(client, "three", OTHER)
         await client.settled()
-        assert len(client.told("sessions.changed")) == heard
-        assert len(client.told("session.message", sessionKey=OTHER)) == 2
+        assert len(client.list_events("sessions.changed")) == heard
+        assert len(client.list_events("session.message", sessionKey=OTHER)) == 2
 
 
 @pytest.mark.requirement("003-subscribe-sessions", "003-event-sessions-changed")
@@ -396,7 +396,7 @@ async def test_a_run_under_way_shows_in_the_row(tmp_path: Path) -> None:
         await wait_for_event(going)
         row = await client.event("sessions.changed", hasActiveRun=True)
         assert row["activeRunIds"] == ["r1"]
-        assert len(client.told("sessions.changed", phase="start")) == 1
+        assert len(client.list_events("sessions.changed", phase="start")) == 1
         info = (await client.call("chat.history", sessionKey=MAIN))["sessionInfo"]
         assert (info["hasActiveRun"], info["activeRunIds"]) == (True, ["r1"])
         go.set()
@@ -426,15 +426,15 @@ async def test_an_answer_is_told_as_it_grows_and_then_as_a_whole(tmp_path: Path)
         go_on.set()
         final = await client.event("chat", state="final")
         await client.settled()
-        deltas = client.told("chat", state="delta")
+        deltas = client.list_events("chat", state="delta")
     assert "".join(delta["deltaText"] for delta in deltas) == "one two three"
     assert [event["seq"] for event in (*deltas, final)] == list(range(1, len(deltas) + 2))
     assert (final["runId"], final["sessionKey"], final["stopReason"]) == ("r1", MAIN, "stop")
     assert final["message"]["content"][0]["text"] == "one two three"
-    assert len(client.told("chat", state="final")) == 1
-    streams = [(event["stream"], event["data"].get("phase")) for event in client.told("agent")]
+    assert len(client.list_events("chat", state="final")) == 1
+    streams = [(event["stream"], event["data"].get("phase")) for event in client.list_events("agent")]
     assert streams == [("lifecycle", "start"), ("lifecycle", "end")]
-    numbers = [event["seq"] for event in client.told("agent")]
+    numbers = [event["seq"] for event in client.list_events("agent")]
     assert numbers == list(range(1, len(numbers) + 1))
 
 
@@ -483,7 +483,7 @@ async def test_tools_are_told_of_to_who_wants_to_hear_of_them(tmp_path: Path) ->
         assert (start["data"]["phase"], start["data"]["name"]) == ("start", "look")
         assert (result["data"]["phase"], result["data"]["isError"]) == ("result", False)
         assert start["data"]["toolCallId"] == result["data"]["toolCallId"]
-        assert plain.told("agent", stream="tool") == []
+        assert plain.list_events("agent", stream="tool") == []
 
 
 async def _looks(prompt: Prompt) -> AssistantMessage:
@@ -566,10 +566,12 @@ async def test_the_end_of_a_run_is_told_once_whatever_the_bus_loses(
         await client.settled()
         await other.settled()
         for one in (client, other):
-            finals = [told["runId"] for told in one.told("chat", state="final") if told["sessionKey"] == MAIN]
+            finals = [
+                told["runId"] for told in one.list_events("chat", state="final") if told["sessionKey"] == MAIN
+            ]
             assert sorted(finals) == sorted(set(finals))
-        assert len(client.told("chat", state="final")) == 4
-        assert len(other.told("session.message")) == 6
+        assert len(client.list_events("chat", state="final")) == 4
+        assert len(other.list_events("session.message")) == 6
 
 
 async def test_only_admins_hear_nothing_special(gateway: GatewayFixture) -> None:
@@ -597,7 +599,7 @@ async def test_a_restored_conversation_goes_on_after_its_last_number(gateway: Ga
         for client in (early, late):
             assert await seqs(client, 1) == [7]
             await client.settled()
-            assert len(client.told("session.message")) == 1
+            assert len(client.list_events("session.message")) == 1
 
 
 @pytest.mark.requirement("G38")

@@ -710,7 +710,7 @@ async def test_who_is_connected_by_a_token_that_is_revoked_is_hung_up_on_at_once
     async with gateway.client(gateway.issue(READ)) as client, gateway.client() as owner:
         gateway.tokens.revoke_token(gateway.tokens.records[-1].name)
         assert await client.closed() == (1008, "the token was revoked")
-        assert client.told("tick") == [], "it took as long as from one tick to the next"
+        assert client.list_events("tick") == [], "it took as long as from one tick to the next"
         await owner.settled()
 
 
@@ -816,7 +816,7 @@ async def test_who_does_not_read_is_dropped_and_delays_nobody(
             slow.read()
             code, _ = await slow.closed()
             assert code in (1006, 1008)
-            heard = [event["messageSeq"] for event in slow.told("session.message")]
+            heard = [event["messageSeq"] for event in slow.list_events("session.message")]
             assert heard == list(range(1, len(heard) + 1))
             assert len(heard) < MANY
             assert slow.numbers == list(range(1, len(slow.numbers) + 1))

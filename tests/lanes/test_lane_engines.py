@@ -36,14 +36,14 @@ async def lanes(request: pytest.FixtureRequest) -> AsyncIterator[LaneEngine]:
 @pytest.mark.parametrize("seed", range(5))
 async def test_no_activation_is_lost_and_no_lane_is_drained_twice(lanes: LaneEngine, seed: int) -> None:
     """The race between busy and idle: a job is added, then the lane is activated, at any moment of a drain."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     work = Work()
     await lanes.start(work.drain(), work.waiting)
     for _ in range(400):
-        lane = dice.randrange(5)
+        lane = rng.randrange(5)
         work.jobs[lane] += 1
         await lanes.activate(lane)
-        for _ in range(dice.randrange(5)):
+        for _ in range(rng.randrange(5)):
             await asyncio.sleep(0)
     await work.until(lambda: work.done.total() == 400)
     assert work.most > 1

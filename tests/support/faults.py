@@ -53,21 +53,17 @@ class Fault:
 
 def plan_faults(seed: int, count: int) -> list[Fault]:
     """Every kind comes before any comes again."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     kinds: list[Kind] = []
     while len(kinds) < count:
-        kinds += dice.sample(KINDS, len(KINDS))
-    return [_fault(dice, kind) for kind in kinds[:count]]
+        kinds += rng.sample(KINDS, len(KINDS))
+    return [_fault(rng, kind) for kind in kinds[:count]]
 
 
-def _fault(dice: random.Random, kind: Kind) -> Fault:
+def _fault(rng: random.Random, kind: Kind) -> Fault:
     # A pause is longer than the lease: whoever wakes up from it has been replaced.
-    lasting = (
-        dice.uniform(1.2, 2.0) * ACK_WAIT if kind in {"pause", "stall store"} else dice.uniform(0.2, 1.5)
-    )
-    return Fault(
-        dice.uniform(0.2, 1.0), kind, dice.randrange(3), lasting, dice.random() < OVERLAP_PROBABILITY
-    )
+    lasting = rng.uniform(1.2, 2.0) * ACK_WAIT if kind in {"pause", "stall store"} else rng.uniform(0.2, 1.5)
+    return Fault(rng.uniform(0.2, 1.0), kind, rng.randrange(3), lasting, rng.random() < OVERLAP_PROBABILITY)
 
 
 @dataclass

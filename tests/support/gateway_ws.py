@@ -151,7 +151,7 @@ class Client:
     async def take(self, name: str, number: int, **facts: Any) -> list[Any]:
         return [await self.event(name, **facts) for _ in range(number)]
 
-    def told(self, name: str, **facts: Any) -> list[Any]:
+    def list_events(self, name: str, **facts: Any) -> list[Any]:
         """The payloads of all events of that name so far."""
         payloads = [frame["payload"] for frame in self.events if frame["event"] == name]
         return [payload for payload in payloads if all(payload.get(fact) == facts[fact] for fact in facts)]

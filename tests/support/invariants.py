@@ -23,28 +23,28 @@ UNANNOUNCED = {
 SILENT = {None, "none", "skipped"}  # ends of a task that nobody hears of
 
 
-def find_violations(book: StoreSnapshot) -> list[str]:
+def find_violations(snapshot: StoreSnapshot) -> list[str]:
     wrong: list[str] = []
-    for exchange in book.exchanges:
-        wrong += _steps(book, exchange)
-        wrong += _conversation(book, exchange)
-        wrong += _announcement(book, exchange)
-    for task in book.tasks:
-        wrong += _child(book, task)
-        wrong += _work(book, task)
-        wrong += _report(book, task)
-    for delivery in book.deliveries:
-        wrong += _delivery(book, delivery)
-    return wrong + _orphans(book) + _chains(book) + _posts(book)
+    for exchange in snapshot.exchanges:
+        wrong += _steps(snapshot, exchange)
+        wrong += _conversation(snapshot, exchange)
+        wrong += _announcement(snapshot, exchange)
+    for task in snapshot.tasks:
+        wrong += _child(snapshot, task)
+        wrong += _work(snapshot, task)
+        wrong += _report(snapshot, task)
+    for delivery in snapshot.deliveries:
+        wrong += _delivery(snapshot, delivery)
+    return wrong + _orphans(snapshot) + _chains(snapshot) + _posts(snapshot)
 
 
 def _moving(runs: list[Row]) -> list[str]:
     return [run["id"] for run in runs if run["state"] in UNDER_WAY]
 
 
-def _steps(book: StoreSnapshot, exchange: Row) -> list[str]:
+def _steps(snapshot: StoreSnapshot, exchange: Row) -> list[str]:
     """One run for each step that was taken, and only the last one can be under way."""
-    id, runs = exchange["id"], [run for run in book.runs if run["exchange"] == exchange["n"]]
+    id, runs = exchange["id"], [run for run in snapshot.runs if run["exchange"] == exchange["n"]]
     wanted = [id, *(f"turn:{id}:{turn}" for turn in range(1, exchange["turn"] + 1))]
     announced = exchange["phase"] == "settled" and exchange["announced"] not in UNANNOUNCED
     if exchange["phase"] == "announce" or announced:
@@ -59,12 +59,12 @@ def _steps(book: StoreSnapshot, exchange: Row) -> list[str]:
     return []
 
 
-def _conversation(book: StoreSnapshot, exchange: Row) -> list[str]:
+def _conversation(snapshot: StoreSnapshot, exchange: Row) -> list[str]:
     """Target, requester, target …: each is told word for word what the other has said."""
     wrong: list[str] = []
     said = exchange["message"]
     for turn in range(exchange["turn"] + 1):
-        run = book.run(f"turn:{exchange['id']}:{turn}" if turn else exchange["id"])
+        run = snapshot.run(f"turn:{exchange['id']}:{turn}" if turn else exchange["id"])
         if run is None:
             break  # which is said by `_steps`
         told = json.loads(run["input"])
@@ -78,8 +78,8 @@ def _conversation(book: StoreSnapshot, exchange: Row) -> list[str]:
     return wrong
 
 
-def _announcement(book: StoreSnapshot, exchange: Row) -> list[str]:
-    posted = book.delivery(f"exchange:{exchange['id']}") is not None
+def _announcement(snapshot: StoreSnapshot, exchange: Row) -> list[str]:
+    posted = snapshot.delivery(f"exchange:{exchange['id']}") is not None
     if posted != (exchange["announced"] in POSTED):
         return [f"exchange {exchange['id']} is {exchange['announced']}, and its delivery is {posted}"]
     return []
@@ -95,30 +95,30 @@ def _to_delete(task: Row) -> bool:
     return task["archive_at"] is not None and json.loads(task["options"]).get("cleanup") == "delete"
 
 
-def _deleted(book: StoreSnapshot, task: Row) -> bool:
-    return _to_delete(task) and book.session(task["child_key"]) is None
+def _deleted(snapshot: StoreSnapshot, task: Row) -> bool:
+    return _to_delete(task) and snapshot.session(task["child_key"]) is None
 
 
-def _child(book: StoreSnapshot, task: Row) -> list[str]:
+def _child(snapshot: StoreSnapshot, task: Row) -> list[str]:
     """A task has its session and its run, or neither when it was to be deleted."""
-    child = book.session(task["child_key"])
-    runs = [run for run in book.runs if run["session"] == task["child"]]
+    child = snapshot.session(task["child_key"])
+    runs = [run for run in snapshot.runs if run["session"] == task["child"]]
     if is_deleted_child(task):
         left = child or runs
         return [f"something of the deleted child of {task['id']} is left"] if left else []
-    if _deleted(book, task):
+    if _deleted(snapshot, task):
         return [f"the runs of the deleted child of {task['id']} are left"] if runs else []
     if child is None or child["id"] != task["child"] or child["spawned_by"] != task["requester"]:
         return [f"task {task['id']} has no session"]
-    return [] if book.run(task["id"]) in runs else [f"task {task['id']} has no run in its session"]
+    return [] if snapshot.run(task["id"]) in runs else [f"task {task['id']} has no run in its session"]
 
 
-def _work(book: StoreSnapshot, task: Row) -> list[str]:
+def _work(snapshot: StoreSnapshot, task: Row) -> list[str]:
     """The child's runs are the task's, one after the other; one announce step at most, and as the last one."""
-    if _deleted(book, task):
+    if _deleted(snapshot, task):
         return []
     id, phase = task["id"], task["phase"]
-    runs = [run for run in book.runs if run["task"] == task["n"]]
+    runs = [run for run in snapshot.runs if run["task"] == task["n"]]
     ids = [run["id"] for run in runs]
     announcing = phase == "announcing" or (
         phase == "settled" and task["outcome"] == "ok" and task["announced"] != "none"
@@ -128,8 +128,8 @@ def _work(book: StoreSnapshot, task: Row) -> list[str]:
     if ids != wanted:
         return [f"task {id} is {phase} and has the runs {ids}, not {wanted}"]
     if phase == "waiting":
-        below = [t for t in book.tasks if t["requester"] == task["child"] and t["phase"] != "settled"]
-        child = book.session(task["child_key"])
+        below = [t for t in snapshot.tasks if t["requester"] == task["child"] and t["phase"] != "settled"]
+        child = snapshot.session(task["child_key"])
         if not below or child is None or child["yielded"] is None:
             return [f"task {id} waits for nobody"]
     # A run that ends its turn to wait may have a successor before it has ended.
@@ -139,47 +139,47 @@ def _work(book: StoreSnapshot, task: Row) -> list[str]:
     return []
 
 
-def _report(book: StoreSnapshot, task: Row) -> list[str]:
+def _report(snapshot: StoreSnapshot, task: Row) -> list[str]:
     """Who asked is told once it is over: a note in their lane, and a delivery if their chat is to hear of it."""
     id = task["id"]
     settled = task["phase"] == "settled"
     wrong: list[str] = []
-    note = book.run(f"note:{id}")
+    note = snapshot.run(f"note:{id}")
     if (note is not None) != (settled and task["announced"] not in SILENT):
         wrong.append(f"task {id} is {task['phase']}, {task['announced']}, and its note is {note is not None}")
     if note is not None and note["session"] != task["requester"]:
         wrong.append(f"the note of {id} is in another session")
-    if note is not None and note["state"] not in UNDER_WAY and len(list_notes(book, task)) != 1:
-        wrong.append(f"the note of {id} is {len(list_notes(book, task))} times in the transcript")
-    posted = book.delivery(f"task:{id}") is not None
+    if note is not None and note["state"] not in UNDER_WAY and len(list_notes(snapshot, task)) != 1:
+        wrong.append(f"the note of {id} is {len(list_notes(snapshot, task))} times in the transcript")
+    posted = snapshot.delivery(f"task:{id}") is not None
     if posted != (settled and task["announced"] not in SILENT | {"parent"}):
         wrong.append(f"task {id} is {task['phase']}, {task['announced']}, and its delivery is {posted}")
     return wrong
 
 
-def list_notes(book: StoreSnapshot, task: Row) -> list[Row]:
+def list_notes(snapshot: StoreSnapshot, task: Row) -> list[Row]:
     """The entries that tell a requester of this task, wherever they are."""
     return [
         message
-        for message in book.messages
+        for message in snapshot.messages
         if (origin := message["json"].get("provenance"))
         and origin["kind"] == "subagent_result"
         and origin["sourceSessionKey"] == task["child_key"]
     ]
 
 
-def _delivery(book: StoreSnapshot, delivery: Row) -> list[str]:
+def _delivery(snapshot: StoreSnapshot, delivery: Row) -> list[str]:
     """It is about an exchange or a task, which says of it what it says itself."""
     wrong: list[str] = []
     kind, _, id = delivery["key"].partition(":")
-    owners = {"exchange": book.exchanges, "task": book.tasks}.get(kind, [])
+    owners = {"exchange": snapshot.exchanges, "task": snapshot.tasks}.get(kind, [])
     owner = next((owner for owner in owners if owner["id"] == id), None)
     if owner is None or owner["n"] != delivery[kind]:
         return [f"delivery {delivery['key']} is about nothing"]
     state = "pending" if delivery["state"] == "sending" else delivery["state"]
     if owner["announced"] != state:
         wrong.append(f"delivery {delivery['key']} is {delivery['state']}, its {kind} {owner['announced']}")
-    entry_run = book.run(delivery["entry_run"])
+    entry_run = snapshot.run(delivery["entry_run"])
     if entry_run is None or entry_run["session"] != delivery["session"]:
         wrong.append(f"the words of {delivery['key']} stand nowhere")
     elif state != "pending" and entry_run["state"] != "ok":
@@ -187,49 +187,53 @@ def _delivery(book: StoreSnapshot, delivery: Row) -> list[str]:
     return wrong
 
 
-def _orphans(book: StoreSnapshot) -> list[str]:
-    children = {task["child_key"] for task in book.tasks}
-    known = {("exchange", row["n"]) for row in book.exchanges} | {("task", row["n"]) for row in book.tasks}
+def _orphans(snapshot: StoreSnapshot) -> list[str]:
+    children = {task["child_key"] for task in snapshot.tasks}
+    known = {("exchange", row["n"]) for row in snapshot.exchanges} | {
+        ("task", row["n"]) for row in snapshot.tasks
+    }
     wrong = [
         f"{session['key']} has no task"
-        for session in book.sessions
+        for session in snapshot.sessions
         if ":subagent:" in session["key"] and session["key"] not in children
     ]
-    for run in book.runs:
+    for run in snapshot.runs:
         if run["origin"] in STEPS and run["exchange"] is None and run["task"] is None:
             wrong.append(f"{run['id']} is a step of nothing")
         for kind in "exchange", "task":
             if run[kind] is not None and (kind, run[kind]) not in known:
                 wrong.append(f"{run['id']} is of no {kind}")
-    reported = {f"note:{task['id']}" for task in book.tasks}
+    reported = {f"note:{task['id']}" for task in snapshot.tasks}
     wrong += [
         f"{run['id']} tells of nothing"
-        for run in book.runs
+        for run in snapshot.runs
         if run["origin"] == "note" and run["id"] not in reported
     ]
     return wrong
 
 
-def _chains(book: StoreSnapshot) -> list[str]:
+def _chains(snapshot: StoreSnapshot) -> list[str]:
     """A chain has as many runs as it says. Those of a deleted child count on."""
-    counted = Counter(run["chain"] for run in book.runs if run["chain"] is not None)
-    for task in (task for task in book.tasks if _deleted(book, task)):
+    counted = Counter(run["chain"] for run in snapshot.runs if run["chain"] is not None)
+    for task in (task for task in snapshot.tasks if _deleted(snapshot, task)):
         counted[task["chain"]] += 2 if task["outcome"] == "ok" and task["announced"] != "none" else 1
-    said = {chain["id"]: chain["runs"] for chain in book.chains}
+    said = {chain["id"]: chain["runs"] for chain in snapshot.chains}
     return [] if said == dict(counted) else [f"the chains say {said}, and there are {dict(counted)}"]
 
 
-def _posts(book: StoreSnapshot) -> list[str]:
+def _posts(snapshot: StoreSnapshot) -> list[str]:
     """Words outside: once if they are delivered, once at most if nobody knows, never before they are sent."""
     wrong: list[str] = []
     for channel in KEYED, UNKEYED:
-        for delivery in book.deliveries:
+        for delivery in snapshot.deliveries:
             if json.loads(delivery["destination"]).get("channel") != channel:
                 continue
-            times = book.posts[channel][delivery["key"]]
+            times = snapshot.posts[channel][delivery["key"]]
             most = 0 if delivery["attempts"] == 0 else 1
             if not (delivery["state"] == "delivered") <= times <= most:
                 wrong.append(f"{delivery['key']} is {delivery['state']} and was posted {times} times")
-        known = {delivery["key"] for delivery in book.deliveries}
-        wrong += [f"{key} was posted, and nobody knows of it" for key in book.posts[channel].keys() - known]
+        known = {delivery["key"] for delivery in snapshot.deliveries}
+        wrong += [
+            f"{key} was posted, and nobody knows of it" for key in snapshot.posts[channel].keys() - known
+        ]
     return wrong

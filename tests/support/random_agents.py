@@ -61,11 +61,11 @@ class Planned(NamedTuple):
 
 def plan_messages(seed: int) -> list[Planned]:
     """The first word to each of them, in any order."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     numbers = itertools.count(1)
-    agents = dice.sample(AGENTS * MESSAGES_PER_AGENT, AGENT_COUNT * MESSAGES_PER_AGENT)
+    agents = rng.sample(AGENTS * MESSAGES_PER_AGENT, AGENT_COUNT * MESSAGES_PER_AGENT)
     return [
-        Planned(f"m{index}", get_main_key(agent), make_script(dice, numbers, SCRIPT_DEPTH))
+        Planned(f"m{index}", get_main_key(agent), make_script(rng, numbers, SCRIPT_DEPTH))
         for index, agent in enumerate(agents)
     ]
 
@@ -74,35 +74,33 @@ def get_main_key(agent: str) -> str:
     return f"agent:{agent}:main"
 
 
-def make_script(dice: random.Random, numbers: Iterator[int], depth: int, *, sent: bool = False) -> str:
+def make_script(rng: random.Random, numbers: Iterator[int], depth: int, *, sent: bool = False) -> str:
     number = next(numbers)
-    lines = [_call(dice, numbers, depth - 1) for _ in range(dice.choice([1, 1, 2]) if depth else 0)]
+    lines = [_call(rng, numbers, depth - 1) for _ in range(rng.choice([1, 1, 2]) if depth else 0)]
     # Not in the middle of an exchange: see the test of who yields when it was woken already.
-    if depth and not sent and dice.random() < 0.2:
+    if depth and not sent and rng.random() < 0.2:
         lines.append("call sessions_yield {}")
-    if dice.random() < 0.2:
-        lines.append(f"slow {dice.choice([0.05, 0.3])}")
-    lines.append(
-        f"fail {number}" if dice.random() < 0.06 else f"say {'say ' * dice.randrange(3)}word {number}"
-    )
-    wish = dice.choice(["", f"announce told {number}", "announce ANNOUNCE_SKIP"])
+    if rng.random() < 0.2:
+        lines.append(f"slow {rng.choice([0.05, 0.3])}")
+    lines.append(f"fail {number}" if rng.random() < 0.06 else f"say {'say ' * rng.randrange(3)}word {number}")
+    wish = rng.choice(["", f"announce told {number}", "announce ANNOUNCE_SKIP"])
     return "\n".join(filter(None, [*lines, wish, f"number {number}"]))
 
 
-def _call(dice: random.Random, numbers: Iterator[int], depth: int) -> str:
-    agent = dice.choice(AGENTS)
-    if dice.random() < 0.7:
+def _call(rng: random.Random, numbers: Iterator[int], depth: int) -> str:
+    agent = rng.choice(AGENTS)
+    if rng.random() < 0.7:
         arguments: dict[str, Any] = {
             "sessionKey": get_main_key(agent),
-            "message": make_script(dice, numbers, depth, sent=True),
-            "timeoutSeconds": dice.choice([0, 0, 0.2, 2, 10]),
-            "announce": dice.choice(["target", "target", "none"]),
+            "message": make_script(rng, numbers, depth, sent=True),
+            "timeoutSeconds": rng.choice([0, 0, 0.2, 2, 10]),
+            "announce": rng.choice(["target", "target", "none"]),
         }
-        if dice.random() < 0.5:
-            arguments["replyBack"] = dice.choice([0, 1, 2, 5])
+        if rng.random() < 0.5:
+            arguments["replyBack"] = rng.choice([0, 1, 2, 5])
         return f"call sessions_send {json.dumps(arguments)}"
-    task = make_script(dice, numbers, depth)
-    arguments = {"task": task, "agentId": agent, "announce": dice.choice(["channel", "parent", "none"])}
+    task = make_script(rng, numbers, depth)
+    arguments = {"task": task, "agentId": agent, "announce": rng.choice(["channel", "parent", "none"])}
     return f"call sessions_spawn {json.dumps(arguments)}"
 
 

@@ -55,66 +55,64 @@ SETTINGS = {
 
 
 def plan_messages(seed: int) -> list[Planned]:
-    dice, numbers = random.Random(seed), itertools.count(1)
+    rng, numbers = random.Random(seed), itertools.count(1)
     return [
-        Planned(f"m{index}", pick_session(dice), make_script(dice, numbers, 2)) for index in range(MESSAGES)
+        Planned(f"m{index}", pick_session(rng), make_script(rng, numbers, 2)) for index in range(MESSAGES)
     ]
 
 
-def pick_session(dice: random.Random) -> str:
+def pick_session(rng: random.Random) -> str:
     """Often one of few, so that several who wait meet there."""
-    return dice.choice(SESSIONS[:2] if dice.random() < 0.5 else SESSIONS)
+    return rng.choice(SESSIONS[:2] if rng.random() < 0.5 else SESSIONS)
 
 
-def make_script(dice: random.Random, numbers: Iterator[int], depth: int) -> str:
+def make_script(rng: random.Random, numbers: Iterator[int], depth: int) -> str:
     number = next(numbers)
-    if depth and dice.random() < 0.4:
-        return _delegation(dice, number)
-    lines = [_call(dice, numbers, depth - 1) for _ in range(dice.choice([1, 2, 2]) if depth else 0)]
-    if depth and dice.random() < 0.2:
-        killed = {"action": "kill", "target": dice.choice(["last", "1", "all"])}
+    if depth and rng.random() < 0.4:
+        return _delegation(rng, number)
+    lines = [_call(rng, numbers, depth - 1) for _ in range(rng.choice([1, 2, 2]) if depth else 0)]
+    if depth and rng.random() < 0.2:
+        killed = {"action": "kill", "target": rng.choice(["last", "1", "all"])}
         lines.append(f"call subagents {json.dumps(killed)}")
-    if depth and dice.random() < 0.25:
+    if depth and rng.random() < 0.25:
         steered = {"action": "steer", "target": "last", "message": f"slow 0.05\nsay steered {number}"}
         lines.append(f"call subagents {json.dumps(steered)}")
-    if depth and dice.random() < 0.5:
-        how = json.dumps({"waitFor": dice.choice(["all", "any"])})
+    if depth and rng.random() < 0.5:
+        how = json.dumps({"waitFor": rng.choice(["all", "any"])})
         lines.append(f"call sessions_yield {how}")
-    if dice.random() < 0.4:
-        lines.append(f"slow {dice.choice([0.05, 0.2])}")
-    lines.append(
-        f"fail {number}" if dice.random() < 0.06 else f"say {'say ' * dice.randrange(3)}word {number}"
-    )
-    wish = dice.choice(["", f"announce told {number}", "announce ANNOUNCE_SKIP"])
+    if rng.random() < 0.4:
+        lines.append(f"slow {rng.choice([0.05, 0.2])}")
+    lines.append(f"fail {number}" if rng.random() < 0.06 else f"say {'say ' * rng.randrange(3)}word {number}")
+    wish = rng.choice(["", f"announce told {number}", "announce ANNOUNCE_SKIP"])
     return "\n".join(filter(None, [*lines, wish, f"number {number}"]))
 
 
-def _delegation(dice: random.Random, number: int) -> str:
+def _delegation(rng: random.Random, number: int) -> str:
     """Has a sub-agent do it, waits for that, and answers then."""
     task = {
-        "task": f"slow {dice.choice([0.05, 0.3, 0.6])}\nsay done",
-        "announce": dice.choice(["parent", "none"]),
+        "task": f"slow {rng.choice([0.05, 0.3, 0.6])}\nsay done",
+        "announce": rng.choice(["parent", "none"]),
     }
-    how = {"waitFor": dice.choice(["all", "any"])}
+    how = {"waitFor": rng.choice(["all", "any"])}
     return (
         f"call sessions_spawn {json.dumps(task)}\ncall sessions_yield {json.dumps(how)}\n"
         f"say word {number}\nnumber {number}"
     )
 
 
-def _call(dice: random.Random, numbers: Iterator[int], depth: int) -> str:
-    if dice.random() < 0.5:
+def _call(rng: random.Random, numbers: Iterator[int], depth: int) -> str:
+    if rng.random() < 0.5:
         arguments: dict[str, Any] = {
-            "sessionKey": pick_session(dice),
-            "message": make_script(dice, numbers, depth),
-            "timeoutSeconds": dice.choice([0, 0, 0.2, 2]),
-            "announce": dice.choice(["target", "none"]),
-            "replyBack": dice.choice([0, 1, 2]),
+            "sessionKey": pick_session(rng),
+            "message": make_script(rng, numbers, depth),
+            "timeoutSeconds": rng.choice([0, 0, 0.2, 2]),
+            "announce": rng.choice(["target", "none"]),
+            "replyBack": rng.choice([0, 1, 2]),
         }
         return f"call sessions_send {json.dumps(arguments)}"
-    announce = dice.choice(["channel", "parent", "parent", "none"])
+    announce = rng.choice(["channel", "parent", "parent", "none"])
     return (
-        f"call sessions_spawn {json.dumps({'task': make_script(dice, numbers, depth), 'announce': announce})}"
+        f"call sessions_spawn {json.dumps({'task': make_script(rng, numbers, depth), 'announce': announce})}"
     )
 
 
@@ -124,11 +122,11 @@ def _call(dice: random.Random, numbers: Iterator[int], depth: int) -> str:
 class RandomDisruptions:
     """What an operator does meanwhile. Refusals are part of it; a wait that does not end is not."""
 
-    def __init__(self, operations: Operations, killer: Killer, dice: random.Random) -> None:
+    def __init__(self, operations: Operations, killer: Killer, rng: random.Random) -> None:
         self._operations = operations
         self._killer = killer
-        self._dice = dice
-        self._numbers = itertools.count(dice.randrange(10**9))
+        self._rng = rng
+        self._numbers = itertools.count(rng.randrange(10**9))
         self._asked: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
@@ -139,7 +137,7 @@ class RandomDisruptions:
 
     async def _go_on(self) -> None:
         """Some commits later, or when nothing is committed any more."""
-        count = self._killer.count + 2 * self._dice.randrange(MAX_COMMITS_BETWEEN)
+        count = self._killer.count + 2 * self._rng.randrange(MAX_COMMITS_BETWEEN)
 
         async def reached() -> bool:
             return self._killer.count >= count
@@ -152,37 +150,37 @@ class RandomDisruptions:
             await act()
 
     def _next(self) -> Callable[[], Awaitable[object]]:
-        operations, dice = self._operations, self._dice
-        session = pick_session(dice)
-        text = make_script(dice, self._numbers, 1)
+        operations, rng = self._operations, self._rng
+        session = pick_session(rng)
+        text = make_script(rng, self._numbers, 1)
         acts: list[tuple[int, Callable[[], Awaitable[object]]]] = [
             (3, partial(operations.stop, OPERATOR, session)),
             (2, partial(self._stop_one, session)),
             (2, partial(operations.reset, OPERATOR, session)),
-            (2, partial(operations.delete, OPERATOR, dice.choice(EXTRA))),
+            (2, partial(operations.delete, OPERATOR, rng.choice(EXTRA))),
             (2, partial(operations.steer, OPERATOR, IncomingMessage(session=session, content=text))),
             (2, partial(self._steer_child, session, text)),
-            (2, partial(operations.kill, OPERATOR, dice.choice(["all", "last"]), session)),
+            (2, partial(operations.kill, OPERATOR, rng.choice(["all", "last"]), session)),
             (2, partial(operations.spawn, OPERATOR, SpawnRequest(task=text), requester=session)),
             (8, partial(self._send, session, text)),
         ]
         weights = [weight for weight, _ in acts]
-        return dice.choices([act for _, act in acts], weights)[0]
+        return rng.choices([act for _, act in acts], weights)[0]
 
     async def _stop_one(self, session: str) -> None:
         if runs := await self._operations.list_unfinished_runs(OPERATOR, session):
-            await self._operations.stop(OPERATOR, session, self._dice.choice(runs))
+            await self._operations.stop(OPERATOR, session, self._rng.choice(runs))
 
     async def _steer_child(self, session: str, text: str) -> None:
         if found := await self._operations.list_subagents(OPERATOR, session):
-            child = self._dice.choice(found).child_session_key
+            child = self._rng.choice(found).child_session_key
             await self._operations.steer(
                 OPERATOR, IncomingMessage(session=child, content=text, origin="steer")
             )
 
     async def _send(self, session: str, text: str) -> None:
-        requester = self._dice.choice([None, *SESSIONS])
-        wanted = SendRequest(session=session, message=text, timeout_seconds=self._dice.choice([0, 1, 600]))
+        requester = self._rng.choice([None, *SESSIONS])
+        wanted = SendRequest(session=session, message=text, timeout_seconds=self._rng.choice([0, 1, 600]))
         await self._operations.send(OPERATOR, wanted, requester=requester)
 
 

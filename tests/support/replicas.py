@@ -58,7 +58,7 @@ class ReplicaProcess:
         self.pid = 0
         self.skew = 0.0
         self.log = home / f"{name}.log"
-        self.told: list[Facts] = []
+        self.reports: list[Facts] = []
         """What it said of its own accord."""
         self._home = home
         self._settings = home / f"{name}.json"
@@ -196,7 +196,7 @@ class ReplicaProcess:
             else:
                 answer.set_result(fact["told"])
         else:
-            self.told.append(fact)
+            self.reports.append(fact)
 
 
 @dataclass
@@ -211,7 +211,7 @@ class ReplicaSet:
     """Between the last voice and PostgreSQL."""
     bus_proxy: Proxy
     """Between the last voice and NATS."""
-    dice: random.Random
+    rng: random.Random
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     tally: Counter[str] = field(default_factory=Counter[str])
     """What happened, for the report."""
@@ -266,7 +266,7 @@ class ReplicaSet:
 
     def pick_replica(self, besides: ReplicaProcess | None = None) -> ReplicaProcess | None:
         able = [replica for replica in self.replicas if replica.alive and replica is not besides]
-        return self.dice.choice(able) if able else None
+        return self.rng.choice(able) if able else None
 
     async def ask_until_done(self, do: str, within: float = 90.0, patience: float = 3.0, **given: Any) -> Any:
         """Ask one after the other until one has done it. Whoever does not answer for `patience` seconds is left."""
