@@ -14,11 +14,11 @@ from antiphon.access import READ_SCOPE, WRITE_SCOPE, Caller
 from antiphon.bus import Event, Gap, MessageAppended, RunChanged, SessionChanged, session_topic
 from antiphon.bus.local import LocalBus
 from antiphon.clock import ManualClock
-from antiphon.engine.engine import EngineTimings
 from antiphon.engine.runs import lifecycle as runs
 from antiphon.engine.runs import run_queue
 from antiphon.engine.runs.lifecycle import Effects
 from antiphon.engine.runs.run_queue import Submission
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import (
     AntiphonError,

@@ -25,7 +25,6 @@ from antiphon.app import open_app
 from antiphon.bus import Delivered, Listener, SessionChanged, session_topic
 from antiphon.clock import ManualClock
 from antiphon.config import Config
-from antiphon.engine.engine import EngineTimings
 from antiphon.engine.jobs import firings, jobs
 from antiphon.engine.jobs.jobs import AgentTurn, AnnounceDelivery, FiringContext, SystemEvent
 from antiphon.engine.jobs.schedule_slots import AtSchedule, CronSchedule, EverySchedule, Schedule
@@ -33,6 +32,7 @@ from antiphon.engine.jobs.scheduler import UNFIRED_JOB_RETRY_SECONDS, Scheduler
 from antiphon.engine.sessions import retention
 from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.sessions.retention import RetentionPolicy
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.errors import AntiphonError, Conflict, Forbidden, InvalidInput, NotFound, TooLarge
 from antiphon.job_operations import JobOperations, JobPatch, JobSpec, JobView, parse_job_input
 from antiphon.runtimes import Prompt

@@ -19,9 +19,9 @@ from antiphon.access import WRITE_SCOPE, Caller
 from antiphon.app import open_operations_readonly
 from antiphon.clock import ManualClock
 from antiphon.config import Config
-from antiphon.engine.engine import EngineTimings
 from antiphon.engine.sessions import search, session_rows
 from antiphon.engine.sessions.session_rows import NewSession
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.errors import Forbidden, InvalidInput, NotFound
 from antiphon.gateway.server import serve_gateway
 from antiphon.messages import TextBlock, ToolResult, UserMessage

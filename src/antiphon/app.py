@@ -24,7 +24,7 @@ from antiphon.clock import Clock
 from antiphon.config import AgentConfig, Config
 from antiphon.coordination import CoordinationBackend, open_coordination
 from antiphon.engine.collaboration import framing
-from antiphon.engine.engine import Engine, EngineTimings
+from antiphon.engine.engine import Engine
 from antiphon.engine.jobs.jobs import FiringContext
 from antiphon.engine.jobs.scheduler import Scheduler
 from antiphon.engine.outbox.sender import DeliveryChannel, Outbox
@@ -34,6 +34,7 @@ from antiphon.engine.runs.run_loop import RunSetup
 from antiphon.engine.sessions.identity import SessionIdentityResolver
 from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.sessions.retention import RetentionPolicy
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import Tool, Toolbox
 from antiphon.errors import NotFound, StoreError
 from antiphon.job_operations import JobOperations
@@ -115,14 +116,14 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 lanes=links.lanes,
                 bus=links.bus,
                 clock=clock,
-                setting=_RunSettingFactory(
+                load_run_setup=_RunSettingFactory(
                     config, catalog, SessionIdentityResolver(config, door, toolbox), secret
                 ),
                 outbox=Outbox(store, links.bus, clock, door, options.get("channels") or {}),
-                pace=options.get("pace") or links.timings,
-                keep=_build_retention(config),
-                longest_run=config.agents.defaults.timeout_seconds,
-                alone=not store.shared,
+                timings=options.get("pace") or links.timings,
+                retention=_build_retention(config),
+                max_run_seconds=config.agents.defaults.timeout_seconds,
+                is_only_replica=not store.shared,
                 replica=_build_replica(clock),
             )
             mirror = (
@@ -136,7 +137,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 home,
                 bus=links.bus,
                 clock=clock,
-                engine=engine,
+                engine=engine.worker,
                 toolbox=toolbox,
                 files=mirror.files if mirror else None,
             )
@@ -145,7 +146,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 store=store,
                 bus=links.bus,
                 clock=clock,
-                engine=engine,
+                engine=engine.worker,
             )
             schedules = JobOperations(store=store, clock=clock, scheduler=scheduler)
             more = options.get("tools")
@@ -163,7 +164,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                     config,
                     clock,
                     lambda: store.trouble,
-                    engine.publish_address,
+                    engine.supervisor.publish_address,
                     store,
                 )
 

@@ -12,7 +12,7 @@ import msgspec
 from antiphon.bus import EventBus
 from antiphon.bus.local import LocalBus
 from antiphon.config import Config
-from antiphon.engine.engine import EngineTimings
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.lanes import LaneEngine
 from antiphon.lanes.local import LocalLanes
 from antiphon.paths import expand_home

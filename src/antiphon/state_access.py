@@ -26,8 +26,8 @@ from antiphon.store.transcript_files import TranscriptFiles
 if TYPE_CHECKING:
     from antiphon.bus import EventBus
     from antiphon.config import Config
-    from antiphon.engine.engine import Engine
     from antiphon.engine.toolbox import Toolbox
+    from antiphon.engine.worker import Worker
     from antiphon.store import Store
 
 
@@ -86,7 +86,7 @@ def create_operations(
     *,
     bus: EventBus | None = None,
     clock: Clock | None = None,
-    engine: Engine | None = None,
+    engine: Worker | None = None,
     toolbox: Toolbox | None = None,
     files: TranscriptFiles | None = None,
 ) -> Operations:

@@ -33,8 +33,8 @@ from typing import Any
 from antiphon.access import Caller
 from antiphon.app import open_app_operations
 from antiphon.config import Config
-from antiphon.engine.engine import EngineTimings
 from antiphon.engine.outbox.delivery_rows import Destination
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
 from antiphon.operations import IncomingMessage, Operations
 from antiphon.runtimes import ToolSpec

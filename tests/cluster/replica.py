@@ -30,8 +30,8 @@ from antiphon.access import Caller
 from antiphon.bus import MessageAppended, SessionChanged
 from antiphon.config import Config
 from antiphon.coordination import LEASE_FRACTION_OF_ACK_WAIT
-from antiphon.engine.engine import EngineTimings
 from antiphon.engine.outbox.delivery_rows import Destination
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.errors import AntiphonError, StoreError, Unavailable
 from antiphon.event_loop import run
 from antiphon.gateway.server import ListeningGateway, serve_gateway

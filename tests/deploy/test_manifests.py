@@ -17,8 +17,8 @@ import jsonschema
 import kubernetes_validate
 import pytest
 
-from antiphon.engine.engine import EngineTimings
 from antiphon.engine.outbox import sender
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.gateway import server
 from antiphon.gateway.http import health
 from antiphon.lanes import nats as lanes

@@ -11,11 +11,11 @@ import pytest
 from antiphon.access import Caller
 from antiphon.clock import ManualClock
 from antiphon.engine.collaboration import attachments, subagent_archive
-from antiphon.engine.engine import EngineTimings
 from antiphon.engine.runs import run_queue
 from antiphon.engine.runs.run_queue import NOTE_ORIGIN, Submission
 from antiphon.engine.sessions import retention, session_rows
 from antiphon.engine.sessions.retention import RetentionPolicy
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.errors import AntiphonError
 from antiphon.messages import UserMessage
 from antiphon.operations import SendRequest

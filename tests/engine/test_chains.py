@@ -11,7 +11,7 @@ import pytest
 
 from antiphon.clock import ManualClock
 from antiphon.engine.collaboration import chains
-from antiphon.engine.engine import EngineTimings
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.errors import WaitCycle
 from antiphon.messages import AssistantMessage
 from antiphon.runtimes import Prompt

@@ -11,8 +11,8 @@ import pytest
 
 from antiphon.bus import Delta, Listener, session_topic
 from antiphon.clock import ManualClock
-from antiphon.engine.engine import EngineTimings
 from antiphon.engine.runs import lifecycle, retry
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import ProviderError, StoreFull, StoreUnsure
 from antiphon.messages import AssistantMessage, TokenUsage, UserMessage, encode_message
@@ -163,12 +163,12 @@ async def test_when_the_next_run_cannot_be_claimed_the_end_of_this_one_is_kept_a
     finish = lifecycle.finish_run
     runtime = Peculiar(make_answer("precious", stop_reason="stop"))
 
-    async def not_going_on(*args: Any, going_on: bool) -> Any:
-        if going_on and runtime.asked == 1:
+    async def fail_to_claim_next(*args: Any, claim_next: bool) -> Any:
+        if claim_next and runtime.asked == 1:
             raise ValueError
-        return await finish(*args, going_on=going_on)
+        return await finish(*args, claim_next=claim_next)
 
-    monkeypatch.setattr(lifecycle, "finish_run", not_going_on)
+    monkeypatch.setattr(lifecycle, "finish_run", fail_to_claim_next)
     async with open_app_fixture(tmp_path, runtime, pace=SLOW) as app:
         first = await app.say("one")
         await wait_for_event(runtime.begun)

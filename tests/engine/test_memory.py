@@ -82,7 +82,7 @@ def held(app: AppFixture) -> dict[str, int]:
     """What lives as long as something plays, or somebody listens."""
     lanes = app.engine._lanes  # pyright: ignore[reportPrivateUsage]
     parts: dict[str, Iterable[object]] = {
-        "playing": app.engine._active_runs,  # pyright: ignore[reportPrivateUsage]
+        "playing": app.engine.worker.active_runs,
         **{name: part for name, part in vars(lanes).items() if isinstance(part, dict | set)},
         "topics": app.bus.count_listeners(),
     }

@@ -102,7 +102,11 @@ async def post_office(
             session_rows.create_session, key, clock.now()
         )
         await store.tx(
-            replicas.renew_lease, Replica(id=owner), clock.now() + 10_000_000, clock.now(), alone=True
+            replicas.renew_lease,
+            Replica(id=owner),
+            clock.now() + 10_000_000,
+            clock.now(),
+            is_only_replica=True,
         )
         box = Outbox(store, LocalBus(), clock, SessionResolver(config or Config()), channels or {})
         work = asyncio.create_task(box.run(owner))

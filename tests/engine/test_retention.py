@@ -9,11 +9,11 @@ import pytest
 
 from antiphon.bus import SessionChanged
 from antiphon.clock import ManualClock
-from antiphon.engine.engine import EngineTimings
 from antiphon.engine.runs import run_queue
 from antiphon.engine.runs.run_queue import Submission
 from antiphon.engine.sessions import retention
 from antiphon.engine.sessions.retention import RetentionPolicy
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.errors import NotFound
 from antiphon.messages import UserMessage
 from antiphon.operations import ListFilter

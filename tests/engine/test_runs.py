@@ -14,8 +14,8 @@ import pytest
 from antiphon.access import Caller
 from antiphon.cli._logging import configure_logging
 from antiphon.clock import ManualClock
-from antiphon.engine.engine import EngineTimings
 from antiphon.engine.runs import context, crash_quarantine, retry
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import (
     AntiphonError,
@@ -1019,7 +1019,7 @@ async def test_every_attempt_of_a_run_is_in_the_log_as_that_runs(
         handler.close()
     written = (tmp_path / "antiphon.log").read_text()
     lines = [json.loads(line) for line in written.splitlines()]
-    assert [line["logger"] for line in lines] == ["antiphon.runtimes.retry"] * 3 + ["antiphon.engine.engine"]
+    assert [line["logger"] for line in lines] == ["antiphon.runtimes.retry"] * 3 + ["antiphon.engine.worker"]
     for line in lines:
         assert list(line) == ["time", "level", "logger", "event", "run_id", "session_key"]
         assert (line["level"], line["run_id"], line["session_key"]) == ("warning", view.run_id, MAIN)

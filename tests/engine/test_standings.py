@@ -10,7 +10,7 @@ import pytest
 from antiphon.app import open_app_operations
 from antiphon.clock import SystemClock
 from antiphon.config import Config
-from antiphon.engine.engine import EngineTimings
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.operations import IncomingMessage
 from antiphon.operations.system_status import SystemStatus
 from antiphon.paths import DATABASE_FILE_NAME

@@ -10,11 +10,12 @@ import pytest
 from antiphon import keys
 from antiphon.bus import StopRequested
 from antiphon.bus.local import LocalBus
-from antiphon.engine.engine import STOP_TOPIC, EngineTimings
 from antiphon.engine.runs import lifecycle
 from antiphon.engine.sessions import session_rows
 from antiphon.engine.sessions.session_rows import NewSession
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
+from antiphon.engine.worker import STOP_TOPIC
 from antiphon.messages import AssistantMessage, TextBlock, ToolCall, UserMessage, encode_message
 from antiphon.runtimes import Deltas, Prompt
 from antiphon.store import Param, Row, Tx
@@ -179,7 +180,7 @@ async def test_a_stop_costs_the_same_however_many_have_finished_below(tmp_path: 
             stopped, statements = await app.store.tx(_stop_counted, main["id"], app.clock.now())
             assert stopped.asked == [run_id]
             costs.append(statements)
-            await app.engine.apply_effects(stopped)
+            await app.engine.worker.apply_effects(stopped)
             assert (await app.wait_for_end(run_id)).state == "cancelled"
         assert costs[0] == costs[1]
         assert app.rows("SELECT yielded FROM sessions WHERE id = ?", below["id"]) == [{"yielded": None}]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.engine.engine import EngineTimings
 from antiphon.engine.runs import crash_quarantine
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.lanes.nats import NatsLanes
 from antiphon.messages import AssistantMessage
@@ -93,7 +93,7 @@ async def test_one_that_waits_for_another_makes_room_for_it(tmp_path: Path) -> N
     await suspects(tmp_path, ["a", "b"], asking="a")
 
     async def ask(call: ToolRequest) -> ToolOutput:
-        with app.engine.release_lane_slot(call.run_id):
+        with app.engine.worker.release_lane_slot(call.run_id):
             return ToolOutput(text=(await app.wait_for_end("b")).reply or "")
 
     async def agent(prompt: Prompt) -> str:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.clock import ManualClock
-from antiphon.engine.engine import EngineTimings
 from antiphon.engine.sessions import retention
 from antiphon.engine.sessions.retention import RetentionPolicy
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.messages import AssistantMessage, Cost, TokenUsage, ToolResult
 from antiphon.runtimes import Prompt

@@ -20,9 +20,9 @@ from antiphon.app import App, open_app
 from antiphon.bus import Event, Listener, SessionChanged
 from antiphon.clock import Clock, SystemClock
 from antiphon.config import Config
-from antiphon.engine.engine import EngineTimings
 from antiphon.engine.outbox.delivery_rows import Destination
 from antiphon.engine.outbox.sender import DeliveryChannel
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.messages import AssistantMessage, Message, ToolResult, UserMessage
 from antiphon.operations import HistoryFilter, Operations

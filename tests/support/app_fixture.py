@@ -19,7 +19,7 @@ from antiphon.bus.local import LocalBus
 from antiphon.clock import Clock
 from antiphon.config import Config
 from antiphon.engine.collaboration.framing import derive_nonce
-from antiphon.engine.engine import Engine, EngineTimings
+from antiphon.engine.engine import Engine
 from antiphon.engine.outbox.sender import Outbox
 from antiphon.engine.runs.lifecycle import Claim
 from antiphon.engine.runs.run_loop import RunSetup
@@ -27,6 +27,7 @@ from antiphon.engine.sessions import session_rows
 from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.sessions.retention import RetentionPolicy
 from antiphon.engine.sessions.session_rows import NewSession
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
 from antiphon.lanes.local import LocalLanes
 from antiphon.messages import AssistantMessage, TextBlock, ToolCall
@@ -129,7 +130,7 @@ async def open_app_fixture(
     runtime = FunctionRuntime(agent, clock=clock) if callable(agent) else agent
     toolbox = {tool.spec.name: tool for tool in tools}
 
-    async def setting(claim: Claim) -> RunSetup:
+    async def load_run_setup(claim: Claim) -> RunSetup:
         return RunSetup(
             runtime=runtime,
             caller=Caller.agent(claim.agent_id, claim.session_key, sandboxed=claim.sandboxed),
@@ -147,11 +148,11 @@ async def open_app_fixture(
         lanes=LocalLanes(),
         bus=bus,
         clock=clock,
-        setting=setting,
+        load_run_setup=load_run_setup,
         outbox=Outbox(shared, bus, clock, SessionResolver(config)),
-        pace=pace,
-        keep=keep,
-        alone=alone,
+        timings=pace,
+        retention=keep,
+        is_only_replica=alone,
     )
     operations = Operations(
         config=config,
@@ -159,7 +160,7 @@ async def open_app_fixture(
         bus=bus,
         clock=clock,
         door=SessionResolver(config),
-        engine=engine,
+        engine=engine.worker,
         state_dir=path,
         files=TranscriptFiles(path / "transcripts"),
     )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.access import WRITE_SCOPE, Caller
-from antiphon.engine.engine import EngineTimings
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.errors import Forbidden, InvalidInput, NotFound
 from antiphon.operations import SendRequest
 from antiphon.runtimes import Prompt

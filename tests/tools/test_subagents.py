@@ -18,8 +18,8 @@ from antiphon.bus import Event, RunChanged, StopRequested
 from antiphon.bus.local import LocalBus
 from antiphon.clock import ManualClock, SystemClock
 from antiphon.engine.collaboration.subagents import SQL as tasks_sql
-from antiphon.engine.engine import EngineTimings
 from antiphon.engine.outbox import sanitize
+from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import ToolRequest
 from antiphon.engine.validation import RESERVED_KEY_PREFIXES
 from antiphon.errors import NotFound

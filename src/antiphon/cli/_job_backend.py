@@ -20,7 +20,7 @@ from antiphon.views import RunView
 if TYPE_CHECKING:
     from antiphon.client import Client
     from antiphon.config import Config
-    from antiphon.engine.engine import Engine
+    from antiphon.engine.worker import Worker
     from antiphon.store import Store
 
 
@@ -152,6 +152,6 @@ def _make_idle_schedules(config: Config, store: Store) -> JobOperations:
     from antiphon.engine.sessions.resolver import SessionResolver
 
     clock, terms = store.clock, FiringContext(config, SessionResolver(config))
-    no_engine = cast("Engine", None)  # only a running scheduler uses the engine, and this one does not run
+    no_engine = cast("Worker", None)  # only a running scheduler uses the engine, and this one does not run
     scheduler = Scheduler(terms=terms, store=store, bus=LocalBus(), clock=clock, engine=no_engine)
     return JobOperations(store=store, clock=clock, scheduler=scheduler)

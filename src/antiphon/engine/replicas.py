@@ -25,9 +25,11 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     started_at: int = 0
 
 
-async def renew_lease(tx: Tx, replica: Replica, until: int, now: int, *, alone: bool = False) -> None:
-    """Renew the lease of all runs of this process. `alone` means that no other process can be alive."""
-    if alone:
+async def renew_lease(
+    tx: Tx, replica: Replica, until: int, now: int, *, is_only_replica: bool = False
+) -> None:
+    """Renew the lease of all runs of this process. `is_only_replica` means that no other process can be alive."""
+    if is_only_replica:
         await tx.do(SQL.delete_others, id=replica.id)
     await tx.do(
         SQL.renew,

@@ -28,7 +28,7 @@ from antiphon.views import AnsweringModel, SessionView
 
 if TYPE_CHECKING:  # not needed at run time; keeps commands that only read fast
     from antiphon.config import Config
-    from antiphon.engine.engine import Engine
+    from antiphon.engine.worker import Worker
 
 
 class OperationContext:
@@ -43,7 +43,7 @@ class OperationContext:
         bus: EventBus,
         clock: Clock,
         door: SessionResolver,
-        engine: Engine | None,
+        engine: Worker | None,
         state_dir: Path,
         files: TranscriptFiles | None = None,
         toolbox: Toolbox | None = None,
@@ -61,7 +61,7 @@ class OperationContext:
         # The result is the same for most rows of a list.
         self._cached_answering_model = lru_cache(maxsize=1024)(self._resolve_answering_model)
 
-    def _require_engine(self) -> Engine:
+    def _require_engine(self) -> Worker:
         if self._engine is None:
             raise StoreReadOnly(
                 "This view of the store is for reading.", "Start Antiphon on this state directory."

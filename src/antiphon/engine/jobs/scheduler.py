@@ -22,7 +22,7 @@ from antiphon.errors import AntiphonError
 from antiphon.store import Store
 
 if TYPE_CHECKING:
-    from antiphon.engine.engine import Engine
+    from antiphon.engine.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ UNFIRED_JOB_RETRY_SECONDS = 1.0  # for jobs that are due and could not be fired
 
 class Scheduler:
     def __init__(
-        self, *, terms: FiringContext, store: Store, bus: EventBus, clock: Clock, engine: Engine
+        self, *, terms: FiringContext, store: Store, bus: EventBus, clock: Clock, engine: Worker
     ) -> None:
         self.terms = terms
         self._store = store

@@ -139,9 +139,9 @@ class RunWorker(msgspec.Struct, frozen=True):
     owner: str
     now: int
     max_attempts: int
-    longest_ms: int
+    max_run_ms: int
     """Maximum age of runs that were accepted without a deadline."""
-    trying: bool = False
+    is_quarantined: bool = False
     """Whether the worker may start crash suspects (`crash_quarantine`)."""
 
 
@@ -161,7 +161,7 @@ async def claim_run(tx: Tx, session: int, worker: RunWorker) -> tuple[Claim | No
         if (
             row["attempts"] >= MIN_SUSPECT_INTERRUPTIONS
             and row["owner"] != worker.owner
-            and not worker.trying
+            and not worker.is_quarantined
         ):
             raise CrashSuspected(row["id"])
         return await _start_run(tx, row, worker), []
@@ -229,7 +229,7 @@ async def _discard_damaged_note(tx: Tx, row: Row, reason: str, now: int) -> Ende
 
 
 def _compute_deadline(row: Row, worker: RunWorker) -> int:
-    return row["deadline_at"] if row["deadline_at"] is not None else row["created_at"] + worker.longest_ms
+    return row["deadline_at"] if row["deadline_at"] is not None else row["created_at"] + worker.max_run_ms
 
 
 def _find_refusal_ending(row: Row, worker: RunWorker) -> RunEnding | None:
@@ -356,14 +356,14 @@ async def commit_messages(tx: Tx, claim: Claim, messages: Sequence[Message], now
 
 
 async def finish_run(
-    tx: Tx, claim: Claim, ending: RunEnding, worker: RunWorker, *, going_on: bool = True
+    tx: Tx, claim: Claim, ending: RunEnding, worker: RunWorker, *, claim_next: bool = True
 ) -> tuple[EndedRun, Claim | None, list[EndedRun]]:
-    """End a run and, if `going_on`, claim the next one of its lane in the same commit."""
+    """End a run and, if `claim_next`, claim the next one of its lane in the same commit."""
     messages = list(ending.messages) or _build_closing_entries(ending, worker.now)
     if ending.state in {"cancelled", "timeout", "error"}:
         calls = await transcripts.load_open_calls(tx, claim.transcript, claim.first_seq)
         messages = [*(build_interrupted_result(call, worker.now) for call in calls), *messages]
-    head = await tx.one(SQL.next_queued, session=claim.session) if going_on else None
+    head = await tx.one(SQL.next_queued, session=claim.session) if claim_next else None
     plain = head is not None and head["origin"] != NOTE_ORIGIN and _find_refusal_ending(head, worker) is None
     lane = await _leave_lane(tx, claim, ending, len(messages), worker.now, passing=plain)
     last_seq = lane["last_seq"] - int(plain)

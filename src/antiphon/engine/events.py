@@ -1,0 +1,105 @@
+"""Publishes what was committed: entries, phases of runs and tool calls, ended runs.
+
+Nothing is published before its commit. Events are hints: the store has the truth, and after a lost event a listener
+reads again. Most events are built only if their topic has listeners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from antiphon.bus import (
+    EventBus,
+    Gap,
+    MessageAppended,
+    RunChanged,
+    RunUsage,
+    SessionChanged,
+    ToolPhase,
+    run_topic,
+    session_topic,
+)
+from antiphon.engine.runs.lifecycle import Claim, EndedRun
+from antiphon.engine.runs.run_queue import NOTE_ORIGIN
+from antiphon.engine.runs.steps import ANNOUNCE_ORIGIN, QUIET_ORIGINS, SANITIZED_ORIGINS
+from antiphon.engine.sessions.transcripts import Entry
+from antiphon.messages import ToolCall, ToolResult
+
+
+class EventPublisher:
+    def __init__(self, bus: EventBus) -> None:
+        self._bus = bus
+
+    def publish_phase(self, session: int, session_key: str, run_id: str, state: str) -> None:
+        """Publish that a run was queued or has started."""
+        topic = session_topic(session)
+        if self._bus.has_listeners(topic):
+            self._bus.publish(topic, RunChanged(session_key=session_key, run_id=run_id, state=state))
+
+    def publish_entries(self, run: Claim | EndedRun, entries: Sequence[Entry]) -> None:
+        """Publish entries that a run added to its session's transcript."""
+        if entries and self._bus.has_listeners("sessions"):
+            self._bus.publish("sessions", SessionChanged(session_key=run.session_key, reason="message"))
+        topic = session_topic(run.session)
+        if self._bus.has_listeners(topic):
+            for entry in entries:
+                event = MessageAppended(
+                    session_key=run.session_key,
+                    session_id=run.session_id,
+                    seq=entry.seq,
+                    entry=entry.id,
+                    body=entry.body,
+                    run_id=None if run.origin == NOTE_ORIGIN else run.run_id,
+                    internal=run.origin == ANNOUNCE_ORIGIN or entry.is_internal,  # shown once it is posted
+                )
+                self._bus.publish(topic, event)
+
+    def publish_tool_phase(self, claim: Claim, call: ToolCall, result: ToolResult | None) -> None:
+        """Publish that a tool call starts, or its result."""
+        topic = session_topic(claim.session)
+        if self._bus.has_listeners(topic):
+            event = ToolPhase(
+                session_key=claim.session_key,
+                run_id=claim.run_id,
+                call_id=call.id,
+                name=call.name,
+                phase="result" if result else "start",
+                is_error=bool(result and result.is_error),
+            )
+            self._bus.publish(topic, event)
+
+    def publish_ended_run(self, ended: EndedRun, claim: Claim | None = None) -> None:
+        """Publish the last entries of a run and its end. Of a note, there is only the entry."""
+        self.publish_entries(ended, ended.entries)
+        topics = (run_topic(ended.run_id), session_topic(ended.session))
+        if ended.origin != NOTE_ORIGIN and any(map(self._bus.has_listeners, topics)):
+            event = _build_end_event(ended, claim)
+            for topic in topics:
+                self._bus.publish(topic, event)
+
+    def publish_removed_session(self, session_key: str) -> None:
+        """Publish that retention removed a session."""
+        self._bus.publish("sessions", SessionChanged(session_key=session_key, reason="retention"))
+
+    def publish_gap(self) -> None:
+        """Make all feeds read again, because a replica may have committed entries without publishing them."""
+        self._bus.publish(session_topic(0), Gap())
+
+
+def _build_end_event(ended: EndedRun, claim: Claim | None) -> RunChanged:
+    ending, usage = ended.ending, ended.spent
+    return RunChanged(
+        session_key=ended.session_key,
+        run_id=ended.run_id,
+        state=ending.state,
+        reply=ending.reply,
+        error_code=ending.error_code,
+        error=ending.error,
+        model=ending.model_answered,
+        started_at=claim.started_at if claim else None,
+        ended_at=ended.at if claim else None,
+        usage=RunUsage(input=usage["input"], output=usage["output"], cost=usage["cost"]) if usage else None,
+        quiet=ended.origin in QUIET_ORIGINS,
+        gated=ended.origin in SANITIZED_ORIGINS,
+        yielded=ending.yielded,
+    )

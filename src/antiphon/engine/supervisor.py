@@ -1,0 +1,210 @@
+"""The periodic work of one process: leases, the sweep, deadlines, retention, indexing.
+
+The sweep repairs what a crash, a lost event, a stuck tool or a full disk left behind. Work that one of all replicas
+does is done by the coordinator. The supervisor executes no run; it wakes lanes and ends runs that nobody executes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from antiphon.clock import Clock
+from antiphon.engine import replicas
+from antiphon.engine.collaboration import chains, subagent_archive
+from antiphon.engine.events import EventPublisher
+from antiphon.engine.replicas import Replica
+from antiphon.engine.runs import completion, lifecycle
+from antiphon.engine.sessions import retention, search
+from antiphon.engine.worker import Worker
+from antiphon.errors import AntiphonError, StoreFull
+from antiphon.lanes import LaneEngine
+from antiphon.store import Store
+
+log = logging.getLogger(__name__)
+
+IDLE_LANES_PER_PAGE = 1000
+
+
+class EngineTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Intervals and limits of the engine. Times are in seconds."""
+
+    lease: float = 10.0
+    sweep: float = 2.0
+    deadlines: float = 0.5
+    stop_grace: float = 2.0
+    retention: float = 600.0
+    max_attempts: int = 5
+
+
+class Supervisor:
+    def __init__(
+        self,
+        *,
+        store: Store,
+        lanes: LaneEngine,
+        clock: Clock,
+        events: EventPublisher,
+        worker: Worker,
+        timings: EngineTimings,
+        retention_policy: retention.RetentionPolicy,
+        is_only_replica: bool,
+        replica: Replica,
+    ) -> None:
+        self._store = store
+        self._lanes = lanes
+        self._clock = clock
+        self._events = events
+        self._worker = worker
+        self._timings = timings
+        self._retention_policy = retention_policy
+        self._is_only_replica = is_only_replica
+        self._is_coordinator = is_only_replica
+        self._replica = replica
+
+    def build_periodic_tasks(self) -> list[Coroutine[Any, Any, None]]:
+        """Return the background tasks, each of which repeats one kind of work until it is cancelled."""
+        timings = self._timings
+        return [
+            self._repeat_every(timings.lease / 3, self._renew_lease),
+            self._repeat_every(timings.sweep, self._sweep),
+            self._repeat_every(timings.deadlines, self._expire_overdue_runs, on_coordinator=True),
+            self._repeat_every(
+                timings.retention, self._apply_retention, on_coordinator=True, immediately=True
+            ),
+            self._repeat_every(search.INDEX_INTERVAL_SECONDS, self._index_transcripts, on_coordinator=True),
+        ]
+
+    async def _repeat_every(
+        self,
+        seconds: float,
+        work: Callable[[], Coroutine[Any, Any, None]],
+        *,
+        on_coordinator: bool = False,
+        immediately: bool = False,
+    ) -> None:
+        """Repeat some work until cancelled. With `on_coordinator`, skip it while this is not the coordinator."""
+        while True:
+            if not immediately:
+                await asyncio.sleep(seconds)
+            immediately = False
+            if on_coordinator and not self._is_coordinator:
+                continue
+            try:
+                await work()
+            except AntiphonError as error:
+                if not self._worker.is_already_reported(error):
+                    log.error("%s", error)
+            except Exception:
+                log.exception("Periodic work of the engine failed; retrying in %.1f s", seconds)
+
+    # --- leases ---
+
+    async def acquire_leases(self) -> None:
+        """Take the lease of this process, and the coordinator's if it is free: retention needs that at once."""
+        await self._renew_lease(is_only_replica=self._is_only_replica)
+        self._is_coordinator = self._is_only_replica or await self._acquire_coordinator_lease()
+
+    async def publish_address(self, address: str) -> None:
+        """Publish the address at which this process can be reached."""
+        self._replica = msgspec.structs.replace(self._replica, address=address)
+        await self._renew_lease()
+
+    async def release_lease(self) -> None:
+        await self._store.tx(replicas.release_lease, self._replica.id)
+
+    async def _renew_lease(self, *, is_only_replica: bool = False) -> None:
+        now = self._clock.now()
+        until = now + round(self._timings.lease * 1000)
+        await self._store.tx(replicas.renew_lease, self._replica, until, now, is_only_replica=is_only_replica)
+
+    async def _acquire_coordinator_lease(self) -> bool:
+        now = self._clock.now()
+        until = now + round(3000 * self._timings.sweep)
+        return await self._store.tx(replicas.acquire_coordinator_lease, self._replica.id, until, now)
+
+    # --- the sweep ---
+
+    async def _sweep(self) -> None:
+        """Handle what a lost event, a stuck tool or a full disk left behind."""
+        await self._worker.cancel_requested_runs()
+        await self._reconcile_owned_runs()
+        self._is_coordinator = self._is_only_replica or await self._acquire_coordinator_lease()
+        if self._is_coordinator:
+            await self._sweep_as_coordinator(self._clock.now())
+
+    async def _reconcile_owned_runs(self) -> None:
+        """Compare active runs with the store: a run may have been taken over, or be owned but not executed."""
+        active_runs = self._worker.active_runs
+        active_before = dict(active_runs)
+        owned = await self._store.read(lifecycle.load_owned_runs, self._replica.id)
+        for run_id, lane in owned.items():
+            if run_id not in active_runs:
+                await self._lanes.activate(lane)
+        for run_id, active in active_before.items():
+            if run_id not in owned and active_runs.get(run_id) is active:
+                log.info("Run %r was taken over", run_id, extra={"run_id": run_id})
+                await self._lanes.abandon(active.lane)
+                await self._lanes.activate(active.lane)
+
+    async def _sweep_as_coordinator(self, now: int) -> None:
+        """Do the work that only one of all replicas has to do."""
+        await self._force_end_runs(now - round(self._timings.stop_grace * 1000), now)
+        await self.wake_idle_lanes(older_than=self._timings.sweep)
+        if await self._store.tx(replicas.delete_expired_replicas, now):
+            self._events.publish_gap()
+        if await self._store.read(completion.has_stuck_work):
+            log.error("Some exchanges or tasks were stuck and have been settled")
+            await self._worker.apply_follow_up(await self._store.tx(completion.settle_stuck_work, now))
+        for key in await subagent_archive.archive_finished_subagents(self._store, now):
+            self._events.publish_removed_session(key)
+        await self._store.tx(chains.delete_expired_waits, now)
+
+    async def _force_end_runs(self, before: int, now: int) -> None:
+        """End runs that should have stopped, each separately, so that one failure does not affect the others."""
+        for run_id in await self._store.read(lifecycle.list_unstopped_runs, before):
+            if run_id in self._worker.run_ids_being_ended:
+                continue  # its end is being committed and waits for disk space
+            try:
+                ended = await self._store.tx(lifecycle.force_end_run, run_id, before, now)
+            except StoreFull:
+                continue  # no disk space; another one may fit
+            except Exception:
+                log.exception("Failed to end run %r", run_id, extra={"run_id": run_id})
+                continue
+            if ended:
+                await self._worker.publish_ended(ended)
+                await self._lanes.abandon(ended.session)
+                await self._lanes.activate(ended.session)
+
+    async def wake_idle_lanes(self, older_than: float) -> None:
+        """Activate the lanes with work that no live process does, and that is older than so many seconds."""
+        now = self._clock.now()
+        before = now - round(older_than * 1000)
+        after = 0
+        while True:
+            lanes = await self._store.read(lifecycle.list_idle_lanes, after, before, now, IDLE_LANES_PER_PAGE)
+            for lane in lanes:
+                await self._lanes.activate(lane)
+            if len(lanes) < IDLE_LANES_PER_PAGE:
+                return
+            after = lanes[-1]
+
+    # --- deadlines, retention, indexing ---
+
+    async def _expire_overdue_runs(self) -> None:
+        """End waiting runs and tasks whose deadline has passed. A read first avoids empty commits."""
+        now = self._clock.now()
+        if await self._store.read(lifecycle.has_overdue_work, now):
+            await self._worker.apply_effects(await self._store.tx(lifecycle.expire_overdue_work, now))
+
+    async def _apply_retention(self) -> None:
+        for key in await retention.apply_retention(self._store, self._retention_policy, self._clock.now()):
+            self._events.publish_removed_session(key)
+
+    async def _index_transcripts(self) -> None:
+        await search.catch_up_index(self._store)

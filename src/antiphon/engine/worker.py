@@ -1,0 +1,363 @@
+"""Claims, executes, ends and stops the runs of one process, lane by lane.
+
+A worker has no state whose loss matters. `active_runs` are the runs that it executes; after a crash, another process
+resumes them from their transcripts. What follows from a commit is applied here (`apply_effects`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeAlias
+
+import msgspec
+
+from antiphon.bus import EventBus, StopRequested, session_topic
+from antiphon.clock import Clock
+from antiphon.engine.events import EventPublisher
+from antiphon.engine.outbox.sender import Outbox
+from antiphon.engine.runs import lifecycle
+from antiphon.engine.runs.crash_quarantine import CrashQuarantine
+from antiphon.engine.runs.deltas import DeltaStream
+from antiphon.engine.runs.lifecycle import Claim, Effects, EndedRun, RunEnding, RunWorker
+from antiphon.engine.runs.retry import retry_while_store_full
+from antiphon.engine.runs.run_loop import RunLoop, RunSetup
+from antiphon.engine.runs.run_queue import AcceptedRun
+from antiphon.engine.runs.steps import QUIET_ORIGINS, SANITIZED_ORIGINS, FollowUp, RunOutcome
+from antiphon.engine.sessions.transcripts import Entry
+from antiphon.errors import (
+    AntiphonError,
+    CrashSuspected,
+    Fenced,
+    ProviderError,
+    RunFailed,
+    StoreError,
+    StoreFull,
+    StoreReplaced,
+)
+from antiphon.lanes import LaneEngine
+from antiphon.messages import AssistantMessage
+from antiphon.runtimes.text import repair_surrogates
+from antiphon.store import Store
+from antiphon.tracing import start_span
+
+log = logging.getLogger(__name__)
+
+STOP_TOPIC = "stops"  # stop requests for all processes
+MAX_CONSECUTIVE_RUNS_PER_LANE = 64  # then other waiting lanes get their turn
+
+RunSetupLoader: TypeAlias = Callable[[Claim], Coroutine[Any, Any, RunSetup]]
+
+
+class ActiveRun(msgspec.Struct):
+    """A run being executed: how to stop it, and its outcome if it is stopped."""
+
+    lane: int
+    limit: asyncio.Timeout
+    outcome: RunOutcome = "timeout"
+
+    def cancel(self) -> None:
+        if not self.limit.expired():
+            self.outcome = "cancelled"
+            self.limit.reschedule(asyncio.get_running_loop().time())
+
+
+class Worker:
+    def __init__(
+        self,
+        *,
+        store: Store,
+        lanes: LaneEngine,
+        bus: EventBus,
+        clock: Clock,
+        events: EventPublisher,
+        outbox: Outbox,
+        load_run_setup: RunSetupLoader,
+        owner: str,
+        max_attempts: int,
+        max_run_ms: int,
+    ) -> None:
+        self._store = store
+        self._lanes = lanes
+        self._bus = bus
+        self._clock = clock
+        self._events = events
+        self._outbox = outbox
+        self._load_run_setup = load_run_setup
+        self._owner = owner
+        self._max_attempts = max_attempts
+        self._max_run_ms = max_run_ms
+        self._crash_quarantine = CrashQuarantine()
+        self.active_runs: dict[str, ActiveRun] = {}
+        self.run_ids_being_ended: set[str] = set()
+        """Runs whose end is being committed, which may wait for disk space."""
+        self.is_stopping = False
+        """Whether lanes claim no further runs, because the process stops."""
+
+    # --- after a commit ---
+
+    async def dispatch_accepted_run(self, accepted: AcceptedRun) -> None:
+        """Publish a queued run and wake its lane; called after the commit."""
+        if accepted.new and not accepted.note:
+            self._events.publish_phase(accepted.session, accepted.session_key, accepted.run_id, "queued")
+        await self._lanes.activate(accepted.session)
+
+    def wake_outbox(self) -> None:
+        """Wake the outbox after a delivery was added."""
+        self._outbox.wake()
+
+    async def apply_effects(self, stopped: Effects) -> None:
+        """Publish ended runs, dispatch follow-up work and notify the owners of runs to stop; called after a commit."""
+        await self._publish_all_ended(stopped.ended)
+        await self.apply_follow_up(stopped.sequel)
+        for run_id in stopped.asked:
+            self._bus.publish(STOP_TOPIC, StopRequested(run_id=run_id))
+
+    async def _publish_all_ended(self, all_ended: Sequence[EndedRun]) -> None:
+        for ended in all_ended:
+            await self.publish_ended(ended)
+
+    async def publish_ended(self, ended: EndedRun, claim: Claim | None = None) -> None:
+        """Publish the end of a run and apply its effects."""
+        self._events.publish_ended_run(ended, claim)
+        await self.apply_effects(ended.after)
+
+    async def apply_follow_up(self, sequel: FollowUp) -> None:
+        for accepted in sequel.runs:
+            await self.dispatch_accepted_run(accepted)
+        if sequel.posted:
+            self._outbox.wake()
+
+    # --- lanes ---
+
+    async def has_work(self, lane: int) -> bool:
+        """Whether a lane has work that no live process is doing."""
+        return await self._store.read(lifecycle.has_work, lane, self._clock.now())
+
+    async def drain_lane(self, lane: int) -> bool:
+        """Execute the runs of a lane. True if there may be more after the maximum number of consecutive runs."""
+        try:
+            try:
+                return await self._execute_runs(lane, MAX_CONSECUTIVE_RUNS_PER_LANE)
+            except CrashSuspected:
+                return await self._execute_crash_suspect(lane)
+        except (StoreFull, StoreReplaced) as error:
+            if not self.is_already_reported(error):
+                raise
+            return False
+
+    def is_already_reported(self, error: AntiphonError) -> bool:
+        """Whether the store has already logged this problem itself."""
+        return isinstance(error, StoreFull | StoreReplaced) and self._store.trouble is not None
+
+    async def _execute_crash_suspect(self, lane: int) -> bool:
+        with self._release_slot(lane):
+            await self._crash_quarantine.enter(lane)
+        try:
+            return not self.is_stopping and await self._execute_runs(lane, 1, is_quarantined=True)
+        finally:
+            self._crash_quarantine.leave(lane)
+
+    @contextmanager
+    def release_lane_slot(self, run_id: str | None) -> Generator[None]:
+        """Release the slot of a run while it waits for another session, so that other lanes can run."""
+        active = self.active_runs.get(run_id or "")
+        if active is None:
+            yield
+            return
+        self._crash_quarantine.leave(active.lane)  # the awaited run may be waiting for it
+        with self._release_slot(active.lane):
+            yield
+
+    @contextmanager
+    def _release_slot(self, lane: int) -> Generator[None]:
+        self._lanes.set_resting(lane, resting=True)
+        try:
+            yield
+        finally:
+            self._lanes.set_resting(lane, resting=False)
+
+    def _build_run_worker(self, *, is_quarantined: bool = False) -> RunWorker:
+        return RunWorker(self._owner, self._clock.now(), self._max_attempts, self._max_run_ms, is_quarantined)
+
+    async def _execute_runs(self, lane: int, max_runs: int, *, is_quarantined: bool = False) -> bool:
+        try:
+            claim, skipped = await self._store.tx(
+                lifecycle.claim_run, lane, self._build_run_worker(is_quarantined=is_quarantined)
+            )
+        except Fenced:
+            return False
+        await self._publish_all_ended(skipped)
+        for remaining in reversed(range(max_runs)):
+            if claim is None:
+                return False
+            claim = await self._execute_run(claim, claim_next=remaining > 0 and not self.is_stopping)
+        return True
+
+    # --- one run ---
+
+    async def _execute_run(self, claim: Claim, *, claim_next: bool) -> Claim | None:
+        """Execute and end a run. With `claim_next`, the same commit claims the next one, which is returned."""
+        self._events.publish_phase(claim.session, claim.session_key, claim.run_id, "running")
+        self._on_entries(claim, claim.entries)
+        if claim.resumed:
+            log.warning(
+                "Run %r is carried on where it was interrupted", claim.run_id, extra=_build_log_fields(claim)
+            )
+        try:
+            with start_span(
+                "run", run_id=claim.run_id, session_key=claim.session_key, agent_id=claim.agent_id
+            ):
+                ending = await self._run_to_ending(claim)
+            ended, following, skipped = await self._finish_run(claim, ending, claim_next=claim_next)
+        except Fenced:
+            log.info("Run %r was taken over", claim.run_id, extra=_build_log_fields(claim))
+            return None
+        await self.publish_ended(ended, claim)
+        await self._publish_all_ended(skipped)
+        return following
+
+    async def _run_to_ending(self, claim: Claim) -> RunEnding:
+        loop: RunLoop | None = None
+        try:
+            async with asyncio.timeout(max(0.0, (claim.deadline_at - self._clock.now()) / 1000)) as limit:
+                active = self.active_runs[claim.run_id] = ActiveRun(claim.session, limit)
+                if claim.cancelled:
+                    active.cancel()
+                loop = await self._build_run_loop(claim)
+                return await loop.run()
+        except TimeoutError:
+            active = self.active_runs[claim.run_id]
+            if active.limit.expired():
+                return _build_stopped_ending(loop, active.outcome)
+            log.exception("Run %r failed", claim.run_id, extra=_build_log_fields(claim))
+            return _build_failed_ending(loop, RunFailed(claim.run_id))
+        except (Fenced, StoreError):
+            raise  # Nothing can be committed now; the run is resumed from its transcript.
+        except AntiphonError as error:
+            if isinstance(error, ProviderError):  # other errors are only reported to the caller
+                log.warning(
+                    "Run %r failed: %s",
+                    claim.run_id,
+                    repair_surrogates(error.what),
+                    extra=_build_log_fields(claim),
+                )
+            return _build_failed_ending(loop, error)
+        except Exception:
+            log.exception("Run %r failed", claim.run_id, extra=_build_log_fields(claim))
+            return _build_failed_ending(loop, RunFailed(claim.run_id))
+        finally:
+            self.active_runs.pop(claim.run_id, None)
+
+    async def _build_run_loop(self, claim: Claim) -> RunLoop:
+        deltas = DeltaStream(
+            self._bus,
+            session_topic(claim.session),
+            claim.session_key,
+            claim.run_id,
+            quiet=claim.origin in QUIET_ORIGINS,
+            gated=claim.origin in SANITIZED_ORIGINS,
+        )
+        setup = await self._load_run_setup(claim)
+        return RunLoop(
+            self._store,
+            self._clock,
+            claim,
+            setup,
+            deltas,
+            self._on_entries,
+            self._events.publish_tool_phase,
+        )
+
+    def _on_entries(self, claim: Claim, entries: Sequence[Entry]) -> None:
+        if entries:
+            self._crash_quarantine.leave(claim.session)  # the run makes progress
+        self._events.publish_entries(claim, entries)
+
+    async def _finish_run(
+        self, claim: Claim, ending: RunEnding, *, claim_next: bool
+    ) -> tuple[EndedRun, Claim | None, list[EndedRun]]:
+        for with_next in dict.fromkeys((claim_next, False)):  # claiming the next run may be what fails
+            try:
+                return await self._commit_end(claim, ending, claim_next=with_next)
+            except (Fenced, StoreError):
+                raise
+            except Exception:
+                log.exception(
+                    "Failed to commit the end of run %r", claim.run_id, extra=_build_log_fields(claim)
+                )
+            await self._lanes.activate(claim.session)  # the next run is claimed separately
+        # A retry would fail again: end the run without the results that could not be committed.
+        return await self._commit_end(
+            claim, _build_uncommittable_ending(ending, self._clock.now()), claim_next=False
+        )
+
+    async def _commit_end(
+        self, claim: Claim, ending: RunEnding, *, claim_next: bool
+    ) -> tuple[EndedRun, Claim | None, list[EndedRun]]:
+        self.run_ids_being_ended.add(claim.run_id)
+        try:
+            return await retry_while_store_full(
+                lambda: self._store.tx(
+                    lifecycle.finish_run, claim, ending, self._build_run_worker(), claim_next=claim_next
+                )
+            )
+        finally:
+            self.run_ids_being_ended.discard(claim.run_id)
+
+    # --- stopping ---
+
+    async def listen_for_stops(self) -> None:
+        """Stop runs on request of any process, until cancelled."""
+        async with self._bus.listen(STOP_TOPIC) as events:
+            while True:
+                event = await events.get()
+                if isinstance(event, StopRequested):
+                    self._cancel_run(event.run_id)
+                elif event is not None:
+                    # The sweep retries; the listener must survive, or stops would be slow.
+                    with suppress(StoreError):
+                        await self.cancel_requested_runs()
+
+    async def cancel_requested_runs(self) -> None:
+        """Stop all runs with a stop request, even if its event was lost or came before the run started."""
+        for run_id in await self._store.read(lifecycle.list_stop_requested_runs, self._owner):
+            self._cancel_run(run_id)
+
+    def _cancel_run(self, run_id: str) -> None:
+        if active := self.active_runs.get(run_id):
+            active.cancel()
+
+
+_STOP_REASONS: dict[RunOutcome, str] = {
+    "timeout": "The run's time was over.",
+    "cancelled": "The run was stopped.",
+}
+
+
+def _build_log_fields(claim: Claim) -> dict[str, str]:
+    return {"run_id": claim.run_id, "session_key": claim.session_key}
+
+
+def _build_stopped_ending(loop: RunLoop | None, outcome: RunOutcome) -> RunEnding:
+    reason = _STOP_REASONS[outcome]
+    if loop is not None:
+        return loop.build_stopped_ending(outcome, reason)
+    return RunEnding(state=outcome, error_code=outcome, error=reason)
+
+
+def _build_failed_ending(loop: RunLoop | None, error: AntiphonError) -> RunEnding:
+    if loop is not None:
+        return loop.build_failed_ending(error)
+    return RunEnding(state="error", error_code=error.code, error=str(error))
+
+
+def _build_uncommittable_ending(ending: RunEnding, now: int) -> RunEnding:
+    error = "What the run came to could not be kept. See the log for the reason, then try again."
+    usage = next((answer.usage for answer in ending.messages if isinstance(answer, AssistantMessage)), None)
+    notice = AssistantMessage(
+        content=[], timestamp=now, stop_reason="error", error_message=error, usage=usage
+    )
+    return RunEnding(state="error", error_code=RunFailed.code, error=error, messages=[notice])
