@@ -30,7 +30,9 @@ def checkout(tmp_path: Path) -> Path:
         copy = tmp_path / "checkout" / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy)
-    for name in ("bash", "dirname", "readlink", "mkdir", "rm"):
+    (tmp_path / "checkout" / "src").mkdir()
+    (tmp_path / "checkout" / "uv.lock").touch()
+    for name in ("bash", "dirname", "readlink", "mkdir", "rm", "find", "touch"):
         found = shutil.which(name)
         assert found
         (tmp_path / "bin").mkdir(exist_ok=True)
@@ -46,14 +48,15 @@ def run(program: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProces
 
 
 def installing(checkout: Path) -> str:
-    made = checkout / ".venv" / "bin" / "antiphon"
+    """What a uv does that installs stand-ins and writes down what it and they were asked."""
+    made = checkout / ".venv" / "bin"
     script = 'echo "$PWD: $*"'
-    asked = f'echo "$*" > {checkout}/asked'
     lines = (
-        asked,
-        f"mkdir -p {made.parent}",
-        f"echo {script!r} > {made}",
-        f"{shutil.which('chmod')} +x {made}",
+        f'echo "$*" >> {checkout}/asked',
+        f"mkdir -p {made}",
+        f"echo {script!r} > {made}/antiphon",
+        f"""echo 'echo "python $*" >> {checkout}/asked' > {made}/python""",
+        f"{shutil.which('chmod')} +x {made}/antiphon {made}/python",
     )
     return "\n".join(lines)
 
@@ -66,6 +69,31 @@ def test_it_runs_through_a_link_and_says_once_that_it_sets_up(checkout: Path, tm
     assert (first.returncode, first.stderr) == (0, "Setting up (once) …\n")
     assert (second.returncode, second.stderr) == (0, "")
     assert "--inexact" in (checkout / "asked").read_text(), "extras that were added stay"
+
+
+def test_it_writes_byte_code_at_first_and_for_what_has_changed(checkout: Path, tmp_path: Path) -> None:
+    command(tmp_path / "bin" / "uv", installing(checkout))
+    asked, stamp = checkout / "asked", checkout / ".venv" / "byte-code"
+    source = checkout / "src" / "changed.py"
+
+    def ask() -> tuple[bool, bool]:
+        """Whether it compiled the packages, and the sources."""
+        asked.unlink(missing_ok=True)
+        assert run(checkout / "antiphon", "chat", cwd=tmp_path).returncode == 0
+        return "--compile-bytecode" in asked.read_text(), "python -m compileall" in asked.read_text()
+
+    def is_newer(path: Path) -> None:
+        path.touch()
+        later = stamp.stat().st_mtime + 1
+        os.utime(path, (later, later))
+
+    assert ask() == (True, True)
+    os.utime(stamp, (later := (checkout / "uv.lock").stat().st_mtime + 1, later))
+    assert ask() == (False, False)
+    is_newer(source)
+    assert ask() == (False, True)
+    is_newer(checkout / "uv.lock")
+    assert ask() == (True, True)
 
 
 @pytest.mark.parametrize("python", [None, "exit 1"])
@@ -109,7 +137,7 @@ def test_the_hint_for_a_missing_package_works_as_printed(
     command(tmp_path / "bin" / "python3", f"INSTALLING={shlex.quote(installing(checkout))}\n{python}")
     done = run(Path(program), extra, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    asked = (checkout / "asked").read_text().split()
+    asked = (checkout / "asked").read_text().splitlines()[0].split()
     assert asked[0] == "sync"
     assert {"--no-dev", "--inexact", "--extra", "cluster"} <= set(asked)
 
