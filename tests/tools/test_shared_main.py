@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from antiphon import keys
+from antiphon.engine.toolbox import ToolRequest
 from antiphon.errors import SpawnRefused
 from antiphon.messages import AssistantMessage
 from antiphon.operations import SendRequest, SpawnRequest
@@ -18,6 +19,7 @@ from support.agents_fixture import (
     MAIN,
     OPERATOR,
     ScriptedAgent,
+    get_last_user_text,
     get_phase,
     get_tool_result,
     make_agents_config,
@@ -130,6 +132,46 @@ async def test_each_agent_that_waits_in_the_shared_session_is_woken(tmp_path: Pa
         answers = agents.rows("SELECT first_reply FROM exchanges ORDER BY n")
         names = ("helper", "main", "helper")
         assert [row["first_reply"] for row in answers] == [f"{name} says so" for name in names]
+
+
+@pytest.mark.requirement("K3", "P1", "P4", "P5")
+@pytest.mark.parametrize("requester", ["main", MAIN, HELPER])
+@pytest.mark.parametrize("door", ["chat", "tool", "operator"])
+async def test_a_report_for_the_parent_wakes_the_agent_that_asked_in_the_shared_session(
+    tmp_path: Path, door: str, requester: str
+) -> None:
+    def answer(prompt: Prompt) -> str | AssistantMessage:
+        if "subagent" in prompt.session_key:
+            return "42"
+        if get_phase(prompt) == "request" and get_tool_result(prompt) is None:
+            return make_tool_calls("sessions_spawn", task="compute", announce="parent")
+        return f"{prompt.agent_id} knows" if "Result: 42" in get_last_user_text(prompt) else "asked"
+
+    players = {name: ScriptedAgent(answer) for name in ("main", "helper")}
+    asking = "helper" if requester == HELPER else "main"
+    async with open_agents_fixture(
+        make_agents_config("helper", **ONE_MAIN), tmp_path, functions=players
+    ) as agents:
+        await agents.open_sessions(MAIN)
+        if door == "chat":
+            assert (await agents.ask("go", requester)).reply == "asked"
+        elif door == "tool":
+            acting = (await agents.operations.act_as(OPERATOR, requester)).actor
+            arguments = {"task": "compute", "announce": "parent"}
+            call = ToolRequest(caller=acting.caller, run_id="http:main", call_id="1", arguments=arguments)
+            assert not (await acting.tools["sessions_spawn"].invoke(call)).is_error
+        else:
+            request = SpawnRequest(task="compute", announce="parent")
+            await agents.operations.spawn(OPERATOR, request, requester=requester)
+        await agents.wait_until_idle()
+        [task] = agents.rows("SELECT agent_id, outcome, announced FROM tasks")
+        assert task == {"agent_id": asking, "outcome": "ok", "announced": "parent"}
+        assert agents.rows("SELECT * FROM deliveries") == []
+        transcript = await agents.transcript("main")
+        assert [message["role"] for message in transcript[-2:]] == ["user", "assistant"]
+        assert transcript[-1]["content"][0]["text"] == f"{asking} knows"
+        shown = [prompt for player in players.values() for prompt in player.prompts]
+        assert "global" not in f"{transcript} {[(prompt.instructions, prompt.messages) for prompt in shown]}"
 
 
 @pytest.mark.requirement("K3")
