@@ -6,6 +6,7 @@ Run as a program, this file is the process of the kill test: see `lives`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -58,6 +59,7 @@ HOUR = 60 * MINUTE
 QUIET = EngineTimings(lease=10**7, sweep=3600, retention=3600)
 WORDS = AgentTurn(message="say good morning")
 HOURLY = EverySchedule(every_ms=HOUR)
+_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ class Desk:
     clock: ManualClock
 
     async def add(self, schedule: Schedule = HOURLY, **options: Any) -> JobView:
-        wanted: dict[str, Any] = {"name": "a job", "schedule": schedule, "payload": WORDS, **options}
+        name = f"job {next(_numbers)}"
+        wanted: dict[str, Any] = {"name": name, "schedule": schedule, "payload": WORDS, **options}
         spec = JobSpec(**wanted)
         return await self.schedules.add(OPERATOR, spec)
 
@@ -684,9 +687,38 @@ async def test_jobs_are_changed_and_removed(tmp_path: Path) -> None:
             await at.schedules.update(OPERATOR, job.id, JobPatch())
 
 
+async def test_two_jobs_cannot_have_the_same_name(tmp_path: Path) -> None:
+    async with desk(tmp_path) as at:
+        first = await at.add(name="report")
+        other = await at.add(name="digest")
+        spec = JobSpec(name="report", schedule=HOURLY, payload=WORDS)
+        for attempt in (
+            lambda: at.schedules.add(OPERATOR, spec),
+            lambda: at.schedules.update(OPERATOR, other.id, JobPatch(name="report")),
+        ):
+            with pytest.raises(Conflict, match=first.id) as refused:
+                await attempt()
+            assert (refused.value.data["field"], refused.value.data["job_id"]) == ("name", first.id)
+        assert [job.name for job in await at.schedules.list(OPERATOR, True)] == ["report", "digest"]
+        at_once = await asyncio.gather(*(at.add(name="twice") for _ in range(2)), return_exceptions=True)
+        assert {type(outcome) for outcome in at_once} == {JobView, Conflict}
+        await at.schedules.remove(OPERATOR, first.id)
+        await at.schedules.update(OPERATOR, other.id, JobPatch(name="report"))
+
+
+async def test_jobs_that_share_a_name_since_an_earlier_version_can_still_be_changed(tmp_path: Path) -> None:
+    async with desk(tmp_path) as at:
+        first, second = await at.add(name="one"), await at.add(name="two")
+        at.app.rows("UPDATE jobs SET name = 'one'")
+        changed = await at.schedules.update(OPERATOR, second.id, JobPatch(name="one", enabled=False))
+        assert (changed.name, changed.enabled) == ("one", False)
+        assert (await at.schedules.run(OPERATOR, first.id)).ran
+        await at.settle()
+
+
 async def test_a_view_has_the_agreed_names(tmp_path: Path) -> None:
     async with desk(tmp_path) as at:
-        job = await at.add(CronSchedule(expr="0 8 * * *", tz="UTC"))
+        job = await at.add(CronSchedule(expr="0 8 * * *", tz="UTC"), name="a job")
         await at.schedules.run(OPERATOR, job.id)
         await at.settle()
         assert msgspec.json.decode(msgspec.json.encode(await at.get(job))) == {

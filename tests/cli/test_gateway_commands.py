@@ -342,11 +342,15 @@ def _check_named_job(program: Program) -> None:
     assert (run["runId"], run["state"], run["reply"]) == (fired["runId"], "ok", "tock")
     mistyped = program.run("cron", "run", "nigthly", "--json")
     assert (mistyped.code, mistyped.error["hint"][:24]) == (3, "Did you mean 'nightly'? ")
-    program.run(*add, "nightly")
-    twice = program.run("cron", "remove", "nightly", "--json")
-    assert (twice.code, twice.error["code"]) == (2, "ambiguous")
+    twice = program.run(*add, "nightly")
+    assert (twice.code, twice.error["code"], job["id"] in twice.error["message"]) == (2, "conflict", True)
+    program.run(*add, "nightwatch")
+    renamed = program.run("cron", "edit", "nightwatch", "--name", "nightly", "--json")
+    assert (renamed.code, renamed.error["code"]) == (2, "conflict")
+    begun = program.run("cron", "remove", "night", "--json")
+    assert (begun.code, begun.error["code"]) == (2, "ambiguous")
     assert program.run("cron", "remove", job["id"]).code == 0
-    assert program.run("cron", "remove", "nightly").code == 0
+    assert program.run("cron", "remove", "nightwatch").code == 0
 
 
 def test_the_doctor_looks_at_the_gateway(program: Program) -> None:

@@ -124,20 +124,20 @@ def test_what_a_killed_gateway_left_at_work_can_be_stopped_without_one(program: 
 
 def test_a_job_announces(desk: Program) -> None:
     assert desk.run("chat", "--message", "say hello").code == 0
-    add = ("cron", "add", "--name", "n", "--message", "say tick", "--json")
-    job = desk.run(*add, "--every", "1h", "--announce").json
+    add = ("cron", "add", "--message", "say tick", "--json", "--name")
+    job = desk.run(*add, "1", "--every", "1h", "--announce").json
     assert job["delivery"]["mode"] == "announce"
-    where = desk.run(*add, "--every", "1h", "--announce", "--channel", "webchat", "--to", "7").json
+    where = desk.run(*add, "2", "--every", "1h", "--announce", "--channel", "webchat", "--to", "7").json
     assert where["delivery"] == {"mode": "announce", "channel": "webchat", "to": "7"}
-    elsewhere = desk.run(*add, "--every", "1h", "--announce", "--channel", "telegram")
+    elsewhere = desk.run(*add, "3", "--every", "1h", "--announce", "--channel", "telegram")
     assert (elsewhere.code, "no channel 'telegram'" in elsewhere.error["message"]) == (2, True)
     assert "'webchat'" in elsewhere.error["hint"]
-    assert desk.run(*add, "--every", "1h").json["delivery"] == {"mode": "none"}
+    assert desk.run(*add, "4", "--every", "1h").json["delivery"] == {"mode": "none"}
     for lost, missing in (
         (["--channel", "telegram"], "--announce"),
         (["--announce", "--to", "7"], "--channel"),
     ):
-        refused = desk.run(*add, "--every", "1h", *lost)
+        refused = desk.run(*add, "5", "--every", "1h", *lost)
         assert (refused.code, missing in refused.error["message"]) == (2, True)
     assert desk.run("cron", "run", job["id"]).code == 0
     assert desk.run("send", f"cron:{job['id']}", "say done", "--wait", str(BOUND)).out == "done\n"

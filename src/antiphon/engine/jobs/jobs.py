@@ -233,6 +233,7 @@ async def add_job(
     overview = await tx.one(SQL.overview)
     if overview and overview["jobs"] >= MAX_JOBS:
         raise Conflict(f"There are {MAX_JOBS} jobs already.", "Remove one first.", max=MAX_JOBS)
+    await _check_name_is_free(tx, spec.name, job_id)
     spec = await _resolve_session_target(tx, terms, caller, spec)
     next_at = schedule_slots.find_first_slot(spec.schedule, now) if spec.enabled else None
     await tx.do(SQL.insert, id=job_id, **_build_columns(spec), next_at=next_at, now=now)
@@ -248,6 +249,8 @@ async def update_job(
     if patch.delivery is not UNSET:
         check_channel(patch.delivery, terms)
     spec = complete_job_spec(patch.apply_to(job.spec), terms.config, now)
+    if spec.name != job.spec.name:
+        await _check_name_is_free(tx, spec.name, job_id)
     if patch.session_target is not UNSET:
         spec = await _resolve_session_target(tx, terms, caller, spec)
     next_at = job.next_at if spec.enabled else None
@@ -255,6 +258,19 @@ async def update_job(
         next_at = schedule_slots.find_first_slot(spec.schedule, now)
     await tx.do(SQL.update, id=job_id, **_build_columns(spec), next_at=next_at, now=now)
     return await get_job(tx, job_id)
+
+
+async def _check_name_is_free(tx: Tx, name: str, job_id: str) -> None:
+    """Check that no other job has this name. Jobs of earlier versions may share one; they keep it."""
+    await tx.lock("job names")
+    holder = await tx.one(SQL.other_with_name, name=name, id=job_id)
+    if holder is not None:
+        raise Conflict(
+            f"A job named {name!r} exists already: {holder['id']}.",
+            "Use another name, or change or remove that job.",
+            field="name",
+            job_id=holder["id"],
+        )
 
 
 async def remove_job(tx: Tx, job_id: str) -> bool:

@@ -17,6 +17,9 @@ DELETE FROM jobs WHERE id = :id;
 SELECT j.*, r.state AS run_state, r.error AS run_error
 FROM jobs j LEFT JOIN runs r ON r.id = j.last_run_id WHERE j.id = :id;
 
+-- name: other_with_name
+SELECT id FROM jobs WHERE name = :name AND id <> :id ORDER BY n LIMIT 1;
+
 -- name: list_all
 SELECT j.*, r.state AS run_state, r.error AS run_error
 FROM jobs j LEFT JOIN runs r ON r.id = j.last_run_id
