@@ -113,7 +113,7 @@ async def desk(
             store=app.store,
             bus=app.bus,
             clock=clock,
-            engine=app.engine,
+            engine=app.engine.worker,
         )
         schedules = JobOperations(store=app.store, clock=clock, scheduler=scheduler)
         yield Desk(app, schedules, scheduler, clock)
