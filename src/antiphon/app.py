@@ -80,6 +80,8 @@ class App(msgspec.Struct, frozen=True):
     """Why the store cannot write at the moment, as far as it knows."""
     introduce: Callable[[str], Awaitable[None]]
     """Tells the other replicas the address of this one."""
+    preload_libraries: Callable[[], None]
+    """Imports the configured providers' libraries in the background (`RuntimeRegistry.preload_libraries`)."""
     store: Store
 
     @property
@@ -165,6 +167,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                     clock,
                     lambda: store.trouble,
                     engine.supervisor.publish_address,
+                    catalog.preload_libraries,
                     store,
                 )
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, MutableMapping
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -242,3 +245,43 @@ async def test_what_was_opened_with_old_credentials_is_closed_when_nobody_reads(
             await old.step(prompt("refuse"), Hush())
         assert await model_of(catalog) is new, "the old one's troubles are not those of the new one"
         assert all(reader.closed for reader in opened) and len(opened) == 3
+
+
+# --- libraries ---
+
+STARTED_GATEWAY = """
+import asyncio, json, sys, threading
+from pathlib import Path
+from antiphon.config import parse
+from antiphon.gateway.server import serve_gateway
+from antiphon.runtimes.registry import PRELOAD_THREAD_NAME
+
+async def start() -> None:
+    config, _ = parse(json.loads(sys.argv[1]))
+    async with serve_gateway(config, Path(sys.argv[2]), port=0):
+        for thread in threading.enumerate():
+            if thread.name == PRELOAD_THREAD_NAME:
+                await asyncio.to_thread(thread.join)
+        print(json.dumps([name for name in ("pydantic_ai.models", "anthropic") if name in sys.modules]))
+
+asyncio.run(start())
+"""
+
+
+@pytest.mark.requirement("P6")
+@pytest.mark.parametrize(
+    ("api", "imported"),
+    [("anthropic-messages", ["pydantic_ai.models", "anthropic"]), ("openai-completions", [])],
+)
+def test_a_started_gateway_imports_the_libraries_before_the_first_run_needs_them(
+    tmp_path: Path, api: str, imported: list[str]
+) -> None:
+    """A run's time is counted from when it is accepted, and the first import takes seconds."""
+    key = {"exec": ["/bin/false"]}  # secrets are not read meanwhile
+    provider = {"baseUrl": "http://127.0.0.1:9/v1", "api": api, "apiKey": key, "models": [{"id": "m"}]}
+    config = json.dumps({"models": {"providers": {"p": provider}}})
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED_GATEWAY, config, str(tmp_path)],
+        capture_output=True, text=True, timeout=3 * BOUND, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout and json.loads(done.stdout)) == (0, imported), done.stderr

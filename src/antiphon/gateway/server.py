@@ -148,6 +148,7 @@ async def _run_server(
             discovery.write, gateway.state_dir, discovery.DiscoveryRecord(url, os.getpid())
         )
         await gateway.app.introduce(url)
+        gateway.app.preload_libraries()
         yield ListeningGateway(url, gateway, hub, task)
     finally:
         with suppress(OSError):

@@ -7,16 +7,29 @@ been rotated: the next run gets a new runtime that reads them again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from antiphon.clock import Clock
 from antiphon.config import NATIVE_PROVIDER_APIS, REHEARSAL_PROVIDER, Config, FoundModel
-from antiphon.errors import CredentialsRefused
+from antiphon.errors import AntiphonError, CredentialsRefused
 from antiphon.messages import AssistantMessage
 from antiphon.runtimes import Deltas, Prompt, Runtime
 from antiphon.runtimes.function import AgentFunction, FunctionRuntime, load_function
-from antiphon.runtimes.model import ModelPrice, ModelRuntime, ModelSpec, Reader
+from antiphon.runtimes.model import (
+    ModelPrice,
+    ModelRuntime,
+    ModelSpec,
+    Reader,
+    RetryPolicy,
+    is_plain_chat_completions,
+    open_reader,
+)
 from antiphon.runtimes.rehearsal import RehearsalRuntime
+
+PRELOAD_THREAD_NAME = "preload-libraries"
 
 
 class RuntimeRegistry:
@@ -56,6 +69,23 @@ class RuntimeRegistry:
             if ref not in self._by_model:
                 self._by_model[ref] = await self._build_model_runtime(ref, found)
             return self._by_model[ref]
+
+    def preload_libraries(self) -> None:
+        """Import the provider libraries of the configured models in a thread of its own.
+
+        Their first import takes seconds, which would count against the time of the first run. Plain chat completions
+        need none of them. No secret is read and no connection opened.
+        """
+        specs: dict[str, ModelSpec] = {}
+        for found in map(self._config.find_model, self._config.model_refs):
+            spec = _build_keyless_spec(found)
+            if found.provider_name != REHEARSAL_PROVIDER and not is_plain_chat_completions(spec):
+                specs.setdefault(spec.api, spec)
+        if specs:
+            # A daemon, so that a process that stops meanwhile does not wait for it.
+            threading.Thread(
+                target=_import_libraries, args=(list(specs.values()),), name=PRELOAD_THREAD_NAME, daemon=True
+            ).start()
 
     async def aclose(self) -> None:
         for runtime in [*self._by_agent.values(), *self._by_model.values()]:
@@ -124,16 +154,27 @@ Slightly oversized files fit as well, so that the tool can refuse them and the m
 """
 
 
+def _import_libraries(specs: Sequence[ModelSpec]) -> None:
+    for spec in specs:
+        with suppress(
+            AntiphonError
+        ):  # such as a package that is not installed; the run that needs it says so
+            open_reader(spec, RetryPolicy())
+
+
+def _build_keyless_spec(found: FoundModel) -> ModelSpec:
+    name, provider, model = found
+    api = model.api or provider.api or NATIVE_PROVIDER_APIS.get(name, "openai-completions")
+    return ModelSpec(provider=name, model=model.id, api=api, base_url=provider.base_url)
+
+
 def build_model_spec(found: FoundModel, config: Config) -> ModelSpec:
     """Builds the spec. It reveals secrets, which may read a file or start a program: call it off the event loop."""
-    name, provider, model = found
+    _, provider, model = found
     cost = model.cost
     attachments = config.tools.sessions_spawn.attachments
-    return ModelSpec(
-        provider=name,
-        model=model.id,
-        api=model.api or provider.api or NATIVE_PROVIDER_APIS.get(name, "openai-completions"),
-        base_url=provider.base_url,
+    return replace(
+        _build_keyless_spec(found),
         api_key=provider.api_key.reveal() if provider.api_key else None,
         headers={header: secret.reveal() for header, secret in provider.headers.items()},
         context_window=model.context_window,
