@@ -19,48 +19,17 @@ def format_session_key(key: str) -> str:
     return keys.display_stored_key(key, viewer_agent_id=None)
 
 
-class SessionRow(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, gc=False):
-    """A row of `sessions.list`. `kind` is what clients know; `session_kind` is ours. Otherwise as a `SessionView`."""
+class SessionRow(SessionView, frozen=True):
+    """A session as clients see it: its view, and fields derived from it under the names that clients expect.
 
-    key: str
-    kind: str
-    channel: str
-    agent_id: str | None
-    session_id: str
-    updated_at: int
-    last_activity_at: int
-    state: str
-    display_name: str | None = None
-    label: str | None = None
-    model: str | None = None
-    context_tokens: int | None = None
-    total_tokens: int | None = None
-    thinking_level: str | None = None
-    verbose_level: str | None = None
-    system_sent: bool | None = None
-    aborted_last_run: bool | None = None
-    send_policy: str | None = None
-    last_channel: str | None = None
-    last_to: str | None = None
-    last_account_id: str | None = None
-    delivery_context: DeliveryRoute | None = None
-    transcript_path: str | None = None
-    parent_key: str | None = None
-    child_count: int | None = None
-    chat_type: str | None = None
-    subject: str | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    created_at: int | None = None
-    archived: bool | None = None
-    model_override: str | None = None
-    active_run_id: str | None = None
+    Unlike in a view, `kind` is one that clients know and `session_kind` is ours, and `model` is without its provider.
+    """
+
     session_kind: str | None = None
     has_active_run: bool | None = None
     active_run_ids: list[str] | None = None
     status: str | None = None
     is_main: bool | None = None
-    used_tokens: int | None = None
     model_provider: str | None = None
     spawned_by: str | None = None
     parent_session_key: str | None = None
@@ -80,8 +49,8 @@ def build_session_row(view: SessionView) -> SessionRow:
         view.thinking_level, view.verbose_level, view.system_sent, view.aborted_last_run, view.send_policy,
         view.last_channel, view.last_to, view.last_account_id, view.delivery_context, view.transcript_path,
         parent, view.child_count, view.chat_type, view.subject, view.input_tokens, view.output_tokens,
-        view.created_at, view.archived, view.model_override, run,
-        kind, state == "running", [run] if run else [], WIRE_STATUS_BY_STATE[state], kind == "main", view.used_tokens,
+        view.created_at, view.archived, view.model_override, run, view.used_tokens,
+        kind, state == "running", [run] if run else [], WIRE_STATUS_BY_STATE[state], kind == "main",
         provider or None, parent or None, parent or None,
     )
     # fmt: on
