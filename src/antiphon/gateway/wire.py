@@ -8,7 +8,9 @@ import msgspec
 
 from antiphon import keys
 from antiphon.bus import MessageAppended
-from antiphon.views import DeliveryRoute, SessionView
+from antiphon.engine.sessions.transcripts import Entry
+from antiphon.errors import InvalidInput
+from antiphon.views import SessionView, build_history_item
 
 WIRE_KINDS_BY_SESSION_KIND = {"group": "group"}
 WIRE_STATUS_BY_STATE = {"running": "running", "idle": "done"}
@@ -61,6 +63,25 @@ def build_session_dict(view: SessionView) -> dict[str, Any]:
     return msgspec.to_builtins(build_session_row(view))
 
 
+def parse_cursor(text: str) -> int:
+    """Return the entry number of a history cursor, `N` or `seq:N`.
+
+    Raises:
+        InvalidInput: it is not a cursor.
+    """
+    number = text.removeprefix("seq:")
+    if not (number.isascii() and number.isdecimal() and len(number) < 18):
+        raise InvalidInput(
+            f"'cursor' is {text[:40]!r}.", "Pass nextCursor as it was given: N or seq:N.", field="cursor"
+        )
+    return int(number)
+
+
+def format_http_history_item(item: dict[str, Any]) -> dict[str, Any]:
+    """Return a history item as sent over HTTP: the raw entry plus its number where clients look for it."""
+    return {**item, "__openclaw": {"id": item["id"], "seq": item["seq"]}}
+
+
 def format_history_item(item: dict[str, Any]) -> dict[str, Any]:
     """Return a history item: the raw entry plus its number and run id where clients look for them."""
     run_id = item.get("runId")
@@ -72,19 +93,16 @@ def format_history_item(item: dict[str, Any]) -> dict[str, Any]:
     return {**item, "__openclaw": marks}
 
 
+def build_appended_item(event: MessageAppended, *, role_if_damaged: str) -> dict[str, Any]:
+    """Return the history item of an appended entry."""
+    return build_history_item(
+        Entry(event.seq, event.entry, role_if_damaged, event.body, 0, event.run_id, int(not event.internal))
+    )
+
+
 def format_appended_entry(event: MessageAppended) -> dict[str, Any]:
     """Return an appended entry as sent in live events; damaged entries are sent, too."""
-    try:
-        item: dict[str, Any] = msgspec.json.decode(event.body, type=dict[str, Any])
-    except msgspec.MsgspecError:
-        item = {
-            "role": "assistant",
-            "content": [],
-            "errorMessage": "This entry is damaged and cannot be shown.",
-        }
-    run_id = {"runId": event.run_id} if event.run_id else {}
-    internal = {"internal": True} if event.internal else {}
-    return format_history_item({**item, "id": event.entry, "seq": event.seq, **run_id, **internal})
+    return format_history_item(build_appended_item(event, role_if_damaged="assistant"))
 
 
 def format_assistant_text(text: str, timestamp: int) -> dict[str, Any]:

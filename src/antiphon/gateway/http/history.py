@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -21,13 +20,13 @@ from starlette.responses import Response
 from antiphon import access
 from antiphon.access import Caller
 from antiphon.bus import MessageAppended, SessionChanged
-from antiphon.engine.sessions.transcripts import Entry
 from antiphon.errors import Conflict, InvalidInput, InvalidKey
+from antiphon.gateway import wire
 from antiphon.gateway.auth import ClientIdentity
 from antiphon.gateway.http.responses import EventStream, StreamSlots, build_json_response, build_sse_event
 from antiphon.gateway.state import GatewayState
 from antiphon.operations import DEFAULT_HISTORY_ENTRIES, MAX_HISTORY_ENTRIES, HistoryFilter, Operations
-from antiphon.views import HistoryPage, build_history_item
+from antiphon.views import HistoryPage
 
 CLIENT_RETRY_DELAY_MS = 1000  # before a disconnected client reconnects
 _BOOLEANS_BY_TEXT = {"1": True, "true": True, "0": False, "false": False, "": False}
@@ -47,17 +46,16 @@ async def get_history(
     gateway: GatewayState, slots: StreamSlots, identity: ClientIdentity, request: Request
 ) -> Response:
     session = read_session_from_path(request, "/history")
-    wanted = _parse_filter(request.query_params)
+    filter = _parse_filter(request.query_params)
     operations, caller = gateway.app.operations, identity.to_caller()
     _check_session_key(operations, caller, session)
     if not _is_stream(request):
         return build_json_response(
-            format_history_page(await operations.read_history(caller, session, wanted))
+            format_history_page(await operations.read_history(caller, session, filter))
         )
-    story = HistoryStream(operations, caller, session, wanted)
-    events = story.stream_events(request.headers.get("last-event-id"))
-    still_known = partial(gateway.authenticator.is_still_valid, identity)
-    return await EventStream.open(events, gateway.closing, slots, still_known)
+    stream = HistoryStream(operations, caller, session, filter)
+    events = stream.stream_events(request.headers.get("last-event-id"))
+    return await EventStream.open(events, gateway, slots, identity)
 
 
 async def post_kill(gateway: GatewayState, caller: Caller, request: Request) -> Response:
@@ -66,21 +64,21 @@ async def post_kill(gateway: GatewayState, caller: Caller, request: Request) -> 
     return build_json_response({"ok": True, "killed": bool(stopped.run_ids)})
 
 
-def read_session_from_path(request: Request, after: str) -> str:
-    """Return the session named in the path between `/sessions/` and `after`, decoded exactly once.
+def read_session_from_path(request: Request, suffix: str) -> str:
+    """Return the session named in the path between `/sessions/` and `suffix`, decoded exactly once.
 
     Reads the raw path: the matched path is already decoded, so an id that contains `%` would be decoded twice.
     """
     path: bytes = request.scope.get("raw_path") or b""
     text = path.decode("ascii", "replace")
     try:
-        named = text.startswith("/sessions/") and text.endswith(after)
-        session = unquote(text[len("/sessions/") : -len(after)], errors="strict") if named else ""
+        is_session_path = text.startswith("/sessions/") and text.endswith(suffix)
+        session = unquote(text[len("/sessions/") : -len(suffix)], errors="strict") if is_session_path else ""
     except UnicodeDecodeError:
         session = ""
     if not session.strip():
         raise InvalidInput(
-            "The path names no session.", f"Write /sessions/<key, percent-encoded>{after}.", field="key"
+            "The path names no session.", f"Write /sessions/<key, percent-encoded>{suffix}.", field="key"
         )
     return session
 
@@ -95,7 +93,7 @@ def _check_session_key(operations: Operations, caller: Caller, session: str) -> 
 
 
 def format_history_page(page: HistoryPage) -> dict[str, Any]:
-    messages = [{**item, "__openclaw": {"id": item["id"], "seq": item["seq"]}} for item in page.messages]
+    messages = [wire.format_http_history_item(item) for item in page.messages]
     view: dict[str, Any] = {
         "sessionKey": page.session_key,
         "sessionId": page.session_id,
@@ -110,62 +108,61 @@ def format_history_page(page: HistoryPage) -> dict[str, Any]:
 class HistoryStream:
     """The event stream of one session for one reader."""
 
-    def __init__(self, operations: Operations, caller: Caller, session: str, wanted: HistoryFilter) -> None:
+    def __init__(self, operations: Operations, caller: Caller, session: str, filter: HistoryFilter) -> None:
         self._operations = operations
         self._caller = caller
         self._session = session
         self._key = session
-        self._history_filter = wanted
+        self._history_filter = filter
 
     async def stream_events(self, last_event_id: str | None) -> AsyncGenerator[ServerSentEvent]:
         page = await self._load_page()
         yield ServerSentEvent(retry=CLIENT_RETRY_DELAY_MS, sep="\n")
-        place = StreamPosition(page.session_id, page.total)
-        if last_event_id is not None and (back := _find_resume_position(last_event_id, place)):
-            place = back
+        position = StreamPosition(page.session_id, page.total)
+        if last_event_id is not None and (resumed := _find_resume_position(last_event_id, position)):
+            position = resumed
         else:
             if last_event_id is not None:
-                yield self._format_gap_event(page.session_id, _explain_gap(last_event_id, place))
-            yield build_sse_event(format_history_page(page), event="history", id=str(place))
+                yield self._format_gap_event(page.session_id, _explain_gap(last_event_id, position))
+            yield build_sse_event(format_history_page(page), event="history", id=str(position))
         while True:
             try:
-                async with aclosing(self._follow(place)) as live:
+                async with aclosing(self._follow(position)) as live:
                     async for event in live:
                         yield event
                 return
             except Conflict:  # the conversation ended before following began
                 page = await self._load_page()
-                place = StreamPosition(page.session_id, page.total)
+                position = StreamPosition(page.session_id, page.total)
                 yield self._format_gap_event(page.session_id, "reset")
-                yield build_sse_event(format_history_page(page), event="history", id=str(place))
+                yield build_sse_event(format_history_page(page), event="history", id=str(position))
 
     async def _load_page(self) -> HistoryPage:
         page = await self._operations.read_history(self._caller, self._session, self._history_filter)
         self._key = page.session_key
         return page
 
-    async def _follow(self, place: StreamPosition) -> AsyncGenerator[ServerSentEvent]:
+    async def _follow(self, position: StreamPosition) -> AsyncGenerator[ServerSentEvent]:
         """Follow by conversation id, not by session key: a number is only valid within its conversation."""
-        feed = self._operations.follow(self._caller, place.session_id, place.seq)
+        feed = self._operations.follow(self._caller, position.session_id, position.seq)
         async with aclosing(feed):
             async for event in feed:
                 if isinstance(event, MessageAppended):
-                    if (told := self._format_message_event(event)) is not None:
-                        yield told
+                    if (formatted := self._format_message_event(event)) is not None:
+                        yield formatted
                 elif isinstance(event, SessionChanged) and event.reason == "renewed":
                     yield self._format_gap_event(event.session_id, "reset")
                 elif isinstance(event, SessionChanged) and event.reason == "delete":
-                    yield self._format_gap_event(place.session_id, "deleted")
+                    yield self._format_gap_event(position.session_id, "deleted")
 
     def _format_message_event(self, event: MessageAppended) -> ServerSentEvent | None:
-        entry = Entry(event.seq, event.entry, "unknown", event.body, 0, event.run_id, int(not event.internal))
-        item = build_history_item(entry)
+        item = wire.build_appended_item(event, role_if_damaged="unknown")
         if item["role"] == "toolResult" and not self._history_filter.include_tools:
             return None
         data = {
             "sessionKey": event.session_key,
             "sessionId": event.session_id,
-            "message": {**item, "__openclaw": {"id": event.entry, "seq": event.seq}},
+            "message": wire.format_http_history_item(item),
             "messageId": event.entry,
             "messageSeq": event.seq,
         }
@@ -200,9 +197,10 @@ def _is_stream(request: Request) -> bool:
 
 
 def _parse_filter(query: QueryParams) -> HistoryFilter:
+    cursor = query.get("cursor")
     return HistoryFilter(
         limit=_parse_limit(query.get("limit")),
-        before=_parse_cursor(query.get("cursor")),
+        before=None if cursor is None else wire.parse_cursor(cursor),
         include_tools=_parse_flag(query, "includeTools"),
     )
 
@@ -218,17 +216,6 @@ def _parse_limit(text: str | None) -> int:
             field="limit",
         )
     return min(number, MAX_HISTORY_ENTRIES)
-
-
-def _parse_cursor(text: str | None) -> int | None:
-    if text is None:
-        return None
-    number = _parse_number(text.removeprefix("seq:"))
-    if number is None:
-        raise InvalidInput(
-            f"'cursor' is {text[:40]!r}.", "Pass nextCursor as it was given: N or seq:N.", field="cursor"
-        )
-    return number
 
 
 def _parse_flag(query: Mapping[str, str], name: str) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Generator, Mapping
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
@@ -22,6 +23,8 @@ from starlette.types import Receive, Scope, Send
 
 from antiphon import validation_errors
 from antiphon.errors import AntiphonError, InvalidInput, TooLarge, TooManyFailures, Unauthorized, Unavailable
+from antiphon.gateway.auth import ClientIdentity
+from antiphon.gateway.state import GatewayState
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -185,16 +188,16 @@ class EventStream(EventSourceResponse):
         self,
         first: ServerSentEvent,
         events: AsyncGenerator[ServerSentEvent],
-        closing: asyncio.Event,
+        gateway: GatewayState,
         slots: StreamSlots,
-        still_known: Callable[[], bool],
+        identity: ClientIdentity,
     ) -> None:
         self._events = events
         self._slots = slots
-        self._is_still_valid = still_known
+        self._is_still_valid = partial(gateway.authenticator.is_still_valid, identity)
         self._revoked = asyncio.Event()
         super().__init__(  # pyright: ignore[reportUnknownMemberType] - its own annotations say `dict`
-            _prepend_event(first, iterate_until(events, closing, self._revoked)),
+            _prepend_event(first, iterate_until(events, gateway.closing, self._revoked)),
             headers=SECURITY_HEADERS,
             ping=KEEP_ALIVE_SECONDS,
             ping_message_factory=self._build_keep_alive,
@@ -206,14 +209,14 @@ class EventStream(EventSourceResponse):
     async def open(
         cls,
         events: AsyncGenerator[ServerSentEvent],
-        closing: asyncio.Event,
+        gateway: GatewayState,
         slots: StreamSlots,
-        still_known: Callable[[], bool],
+        identity: ClientIdentity,
     ) -> EventStream:
-        """Return a stream whose first event is ready. It ends once `still_known`, checked periodically, is False."""
+        """Return a stream whose first event is ready. It ends soon after the client's token is revoked."""
         slots.acquire()  # released after the response, or below if there is none
         try:
-            return cls(await anext(events), events, closing, slots, still_known)
+            return cls(await anext(events), events, gateway, slots, identity)
         except BaseException:
             slots.release()
             raise

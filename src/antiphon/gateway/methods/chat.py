@@ -84,12 +84,7 @@ def _get_thinking_level(call: MethodCall, row: dict[str, Any]) -> str:
 async def _build_filter(call: MethodCall, reference: str, params: ChatHistoryParams) -> HistoryFilter:
     before = None
     if params.cursor is not None:
-        seq = params.cursor.removeprefix("seq:")
-        if not (seq.isdecimal() and len(seq) < 18):
-            raise InvalidInput(
-                f"The cursor {params.cursor[:40]!r} is not one of ours.", "Pass nextCursor.", field="cursor"
-            )
-        before = int(seq)
+        before = wire.parse_cursor(params.cursor)
     elif params.offset:
         end = await call.operations.read_history(
             call.caller, reference, HistoryFilter(limit=1, include_tools=True)

@@ -17,9 +17,7 @@ from antiphon.engine.runs.run_options import RunOptions
 from antiphon.errors import InvalidInput
 from antiphon.gateway.auth import ClientIdentity
 from antiphon.gateway.http.responses import (
-    EventStream,
     StreamSlots,
-    build_json_response,
     build_sse_event,
     read_json,
 )
@@ -100,16 +98,11 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class ChatRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that is honoured, what asks for nothing here, and what is refused by name."""
+class ChatRequest(openai.AgentRequest, frozen=True):
+    """Supported fields, fields without effect here, and fields that are rejected by name."""
 
-    model: str
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=10_000)]
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    temperature: openai.Temperature | None = None
-    top_p: openai.Probability | None = None
     max_tokens: openai.PositiveInt | None = None
     max_completion_tokens: openai.PositiveInt | None = None
     stop: openai.StopSequences | None = None
@@ -119,20 +112,12 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     response_format: dict[str, Any] | None = None
     tools: Annotated[list[ChatTool], msgspec.Meta(max_length=openai.MAX_TOOLS_PER_REQUEST)] | None = None
     tool_choice: str | ChatToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    # Labels and hints for OpenAI's own service; they do not affect answers.
-    metadata: dict[str, str] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
     # See `UNSUPPORTED_FIELDS`.
     n: Any = None
     logprobs: Any = None
-    top_logprobs: Any = None
     logit_bias: Any = None
     store: Any = None
-    service_tier: Any = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
@@ -164,91 +149,80 @@ async def post_chat_completions(
     gateway: GatewayState, slots: StreamSlots, identity: ClientIdentity, request: Request
 ) -> Response:
     config, caller = gateway.app.config, identity.to_caller()
-    wanted = await read_json(
+    body = await read_json(
         request, ChatRequest, openai.get_max_body_bytes(config), hint=openai.format_fields_hint(ChatRequest)
     )
-    openai.refuse_unsupported(wanted, UNSUPPORTED_FIELDS)
-    openai.check_message_count(wanted.messages, "messages")
-    place = openai.choose_session(config, request, openai.resolve_agent_id(config, wanted.model), wanted.user)
+    openai.refuse_unsupported(body, UNSUPPORTED_FIELDS)
+    openai.check_message_count(body.messages, "messages")
+    session = openai.choose_session(config, request, openai.resolve_agent_id(config, body.model), body.user)
     message = msgspec.structs.replace(
         openai.build_message(
-            request, place, _parse_conversation(wanted, place), None, _build_options(gateway, wanted)
+            request, session, _parse_conversation(body, session), None, _build_options(gateway, body)
         ),
-        thinking=openai.parse_thinking_level(wanted.reasoning_effort, "reasoning_effort"),
+        thinking=openai.parse_thinking_level(body.reasoning_effort, "reasoning_effort"),
     )
-    if wanted.stream:
-        events = _stream_chunks(gateway, caller, wanted, message)
-        still_known = partial(gateway.authenticator.is_still_valid, identity)
-        return await EventStream.open(events, gateway.closing, slots, still_known)
-    with slots.hold_slot():  # before the run is accepted, which could not be waited for without a slot
-        view = await openai.run_to_end(gateway, caller, request, message)
-    if not openai.has_answer(view):
-        return openai.build_run_error_response(view)
-    return build_json_response(
-        _format_completion(wanted, view, await openai.load_client_calls(gateway, caller, message, view))
+    events = _stream_chunks(gateway, caller, body, message) if body.stream else None
+    return await openai.respond(
+        gateway, slots, identity, request, message, events, partial(_format_completion, body)
     )
 
 
-def _build_options(gateway: GatewayState, wanted: ChatRequest) -> RunOptions:
-    if (
-        wanted.max_tokens
-        and wanted.max_completion_tokens
-        and wanted.max_tokens != wanted.max_completion_tokens
-    ):
+def _build_options(gateway: GatewayState, body: ChatRequest) -> RunOptions:
+    if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
         raise InvalidInput(
             "'max_tokens' and 'max_completion_tokens' are the same limit and differ.",
             "Send one of them.",
             field="max_tokens",
         )
     sampling = Sampling(
-        temperature=wanted.temperature,
-        top_p=wanted.top_p,
-        max_tokens=wanted.max_completion_tokens or wanted.max_tokens,
-        stop=[wanted.stop] if isinstance(wanted.stop, str) else wanted.stop or None,
-        seed=wanted.seed,
-        presence_penalty=wanted.presence_penalty,
-        frequency_penalty=wanted.frequency_penalty,
-        response_format=openai.parse_response_format(wanted.response_format, "response_format"),
-        parallel_tool_calls=wanted.parallel_tool_calls if wanted.tools else None,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        stop=[body.stop] if isinstance(body.stop, str) else body.stop or None,
+        seed=body.seed,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        response_format=openai.parse_response_format(body.response_format, "response_format"),
+        parallel_tool_calls=body.parallel_tool_calls if body.tools else None,
     )
-    wishes = [
-        openai.RequestedTool(where=f"tools[{at}]", **msgspec.structs.asdict(tool.function))
-        for at, tool in enumerate(wanted.tools or [])
+    requested = [
+        openai.RequestedTool(where=f"tools[{index}]", **msgspec.structs.asdict(tool.function))
+        for index, tool in enumerate(body.tools or [])
     ]
-    choice = wanted.tool_choice
+    choice = body.tool_choice
     chosen = f"={choice.function.name}" if isinstance(choice, ChatToolChoice) else choice
-    return openai.build_run_options(sampling, openai.build_client_tools(gateway, wishes), chosen)
+    return openai.build_run_options(sampling, openai.build_client_tools(gateway, requested), chosen)
 
 
-def _parse_conversation(wanted: ChatRequest, place: RequestSession) -> RequestConversation:
-    rules: list[str] = []
+def _parse_conversation(body: ChatRequest, session: RequestSession) -> RequestConversation:
+    instructions: list[str] = []
     messages: list[ConversationMessage] = []
-    for at, one in enumerate(wanted.messages):
-        where = f"messages[{at}]"
-        content = _parse_content(one, where)
-        if one.name is not None and one.role != "tool":
+    for index, message in enumerate(body.messages):
+        where = f"messages[{index}]"
+        content = _parse_content(message, where)
+        if message.name is not None and message.role != "tool":
             raise InvalidInput(
                 f"{where}.name is not supported here.", "Put it into the text.", field=f"{where}.name"
             )
-        if one.annotations:
+        if message.annotations:
             raise InvalidInput(
                 f"{where}.annotations is not supported here.", "Leave it out.", field=f"{where}.annotations"
             )
-        if one.role == "tool":
-            messages.append(openai.build_tool_result(messages, one.tool_call_id, content, place, where))
-        elif one.role == "assistant":
+        if message.role == "tool":
+            messages.append(openai.build_tool_result(messages, message.tool_call_id, content, session, where))
+        elif message.role == "assistant":
             calls = [
-                openai.build_tool_call(it.id, it.function.name, it.function.arguments)
-                for it in one.tool_calls or []
+                openai.build_tool_call(call.id, call.function.name, call.function.arguments)
+                for call in message.tool_calls or []
             ]
             messages.append(
-                openai.build_assistant_message(openai.join_text(content) or one.refusal or "", calls)
+                openai.build_assistant_message(openai.join_text(content) or message.refusal or "", calls)
             )
-        elif one.role == "user":
+        elif message.role == "user":
             messages.append(UserMessage(content=content, timestamp=0))
         else:
-            rules.append(openai.join_text(content))
-    return RequestConversation(rules, messages)
+            instructions.append(openai.join_text(content))
+    return RequestConversation(instructions, messages)
 
 
 def _parse_content(message: ChatMessage, where: str) -> MessageContent:
@@ -261,12 +235,12 @@ def _parse_content(message: ChatMessage, where: str) -> MessageContent:
             )
     if not isinstance(message.content, list):
         return message.content or ""
-    blocks = [_parse_part(part, f"{where}.content[{at}]") for at, part in enumerate(message.content)]
+    blocks = [_parse_part(part, f"{where}.content[{index}]") for index, part in enumerate(message.content)]
     if message.role in {"system", "developer", "assistant"} and any(
         isinstance(b, ImageBlock) for b in blocks
     ):
         raise InvalidInput(
-            f"An image at {where} is not taken: only users and tools send them.",
+            f"An image at {where} is not accepted: only users and tools send images.",
             "Send it with a message of the user.",
             field=where,
         )
@@ -279,14 +253,10 @@ def _parse_part(part: ChatContentPart, where: str) -> TextBlock | ImageBlock:
     if part.type == "image_url" and part.image_url is not None:
         openai.check_image_detail(part.image_url.detail, where)
         return openai.parse_image_url(part.image_url.url, where)
-    raise InvalidInput(
-        f"Content of the type {part.type[:40]!r} at {where} is not taken.",
-        "Send text or images.",
-        field=where,
-    )
+    raise openai.build_content_error(part.type, where)
 
 
-def _format_completion(wanted: ChatRequest, view: RunView, calls: Sequence[ToolCall]) -> dict[str, Any]:
+def _format_completion(body: ChatRequest, view: RunView, calls: Sequence[ToolCall]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": view.reply or ("" if not calls else None)}
     message |= {"refusal": None} | (
         {"tool_calls": [_format_tool_call(call) for call in calls]} if calls else {}
@@ -301,7 +271,7 @@ def _format_completion(wanted: ChatRequest, view: RunView, calls: Sequence[ToolC
         "id": f"chatcmpl-{view.run_id}",
         "object": "chat.completion",
         "created": view.created_at // 1000,
-        "model": wanted.model,
+        "model": body.model,
         "choices": [choice],
         "usage": _format_usage(view),
     }
@@ -319,35 +289,35 @@ def _get_finish_reason(view: RunView, calls: Sequence[ToolCall]) -> str:
 
 
 def _format_usage(view: RunView) -> dict[str, int]:
-    read, wrote = (view.usage.input, view.usage.output) if view.usage else (0, 0)
-    return {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
+    input, output = (view.usage.input, view.usage.output) if view.usage else (0, 0)
+    return {"prompt_tokens": input, "completion_tokens": output, "total_tokens": input + output}
 
 
 async def _stream_chunks(
-    gateway: GatewayState, caller: Caller, wanted: ChatRequest, message: IncomingMessage
+    gateway: GatewayState, caller: Caller, body: ChatRequest, message: IncomingMessage
 ) -> AsyncGenerator[ServerSentEvent]:
     app = gateway.app
-    usage = bool(wanted.stream_options and wanted.stream_options.include_usage)
-    base: dict[str, Any] = {"created": app.clock.now() // 1000, "model": wanted.model}
-    telling = stream_run(app.operations, caller, message, app.config.agents.defaults.timeout_seconds)
-    async with aclosing(telling):
-        async for told in telling:
-            if isinstance(told, MessageReceipt):
-                base = {"id": f"chatcmpl-{told.run_id}", "object": "chat.completion.chunk", **base}
+    usage = bool(body.stream_options and body.stream_options.include_usage)
+    base: dict[str, Any] = {"created": app.clock.now() // 1000, "model": body.model}
+    stream = stream_run(app.operations, caller, message, app.config.agents.defaults.timeout_seconds)
+    async with aclosing(stream):
+        async for item in stream:
+            if isinstance(item, MessageReceipt):
+                base = {"id": f"chatcmpl-{item.run_id}", "object": "chat.completion.chunk", **base}
                 base |= {"usage": None} if usage else {}
                 yield _format_chunk(base, {"role": "assistant", "content": ""})
-            elif isinstance(told, str):
-                yield _format_chunk(base, {"content": told})
-            elif not openai.has_answer(told):
-                yield build_sse_event(openai.build_run_error(told))
+            elif isinstance(item, str):
+                yield _format_chunk(base, {"content": item})
+            elif not openai.has_answer(item):
+                yield build_sse_event(openai.build_run_error(item))
             else:
-                calls = await openai.load_client_calls(gateway, caller, message, told)
+                calls = await openai.load_client_calls(gateway, caller, message, item)
                 if calls:
-                    pieces = [{"index": at, **_format_tool_call(call)} for at, call in enumerate(calls)]
+                    pieces = [{"index": index, **_format_tool_call(call)} for index, call in enumerate(calls)]
                     yield _format_chunk(base, {"tool_calls": pieces})
-                yield _format_chunk(base, {}, _get_finish_reason(told, calls))
+                yield _format_chunk(base, {}, _get_finish_reason(item, calls))
                 if usage:
-                    yield build_sse_event({**base, "choices": [], "usage": _format_usage(told)})
+                    yield build_sse_event({**base, "choices": [], "usage": _format_usage(item)})
     yield ServerSentEvent("[DONE]", sep="\n")
 
 

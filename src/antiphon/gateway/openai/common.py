@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Annotated, Any, cast
 
 import msgspec
+from sse_starlette import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,9 +26,12 @@ from antiphon.engine.sessions.transcripts import find_unanswered_calls
 from antiphon.engine.validation import THINKING_LEVELS
 from antiphon.errors import AntiphonError, InvalidInput, NotFound
 from antiphon.gateway import incoming_messages
+from antiphon.gateway.auth import ClientIdentity
 from antiphon.gateway.http.responses import (
     MAX_BODY_BYTES,
     UNEXPECTED_ERROR_MESSAGE,
+    EventStream,
+    StreamSlots,
     build_error_headers,
     build_json_response,
     get_error_type,
@@ -78,12 +82,34 @@ StopSequences = StopSequence | Annotated[list[StopSequence], msgspec.Meta(max_le
 
 
 ConversationMessage = UserMessage | AssistantMessage | ToolResult
+FormatAnswer = Callable[[RunView, Sequence[ToolCall]], object]
+"""Builds the response of an endpoint from an ended run and its calls of client-side tools."""
+
+
+class AgentRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields that both endpoints have."""
+
+    model: str
+    stream: bool | None = None
+    user: str | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    parallel_tool_calls: bool | None = None
+    # Labels and hints for OpenAI's own service; they do not affect answers.
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Any = None
+    """Rejected by name, see `refuse_unsupported`."""
+    top_logprobs: Any = None
+    """Rejected by name, see `refuse_unsupported`."""
 
 
 class RequestConversation(msgspec.Struct, frozen=True):
-    """The messages of a request to either endpoint; `rules` are its system and developer messages."""
+    """The messages of a request; `instructions` are its system and developer messages."""
 
-    rules: list[str]
+    instructions: list[str]
     messages: list[ConversationMessage]
 
 
@@ -98,10 +124,10 @@ class RequestedTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestSession(msgspec.Struct, frozen=True):
-    """Where a request is answered. A fresh session has nothing in it yet."""
+    """The session that answers a request. A fresh one has nothing in it yet."""
 
-    session: str
-    fresh: bool
+    reference: str
+    is_fresh: bool
 
 
 # --- agents ---
@@ -141,13 +167,13 @@ def choose_session(config: Config, request: Request, agent_id: str, user: str | 
     headers = request.headers
     named = headers.get("x-antiphon-session-key") or headers.get("x-openclaw-session-key")
     if named:
-        return RequestSession(_resolve_named_session(config, named, agent_id), fresh=False)
+        return RequestSession(_resolve_named_session(config, named, agent_id), is_fresh=False)
     if user:
-        return RequestSession(str(keys.owned_key(agent_id, "openai-user", user)), fresh=False)
+        return RequestSession(str(keys.owned_key(agent_id, "openai-user", user)), is_fresh=False)
     # A retry with the same idempotency key must use the same session, or it would be another request.
     again = headers.get("idempotency-key")
     unique = uuid.uuid5(_SESSION_NAMESPACE, again) if again else uuid.uuid4()
-    return RequestSession(str(keys.owned_key(agent_id, "openai", str(unique))), fresh=True)
+    return RequestSession(str(keys.owned_key(agent_id, "openai", str(unique))), is_fresh=True)
 
 
 def _resolve_named_session(config: Config, reference: str, agent_id: str) -> str:
@@ -180,20 +206,20 @@ def check_message_count(messages: Sequence[object], field: str) -> None:
 
 def build_message(
     request: Request,
-    place: RequestSession,
-    said: RequestConversation,
+    session: RequestSession,
+    conversation: RequestConversation,
     instructions: str | None,
     options: RunOptions,
 ) -> IncomingMessage:
     """Return the last message for the session, along with the earlier messages, instructions and options."""
-    *earlier, last = said.messages or [None]
+    *earlier, last = conversation.messages or [None]
     if last is None or isinstance(last, AssistantMessage):
         raise InvalidInput(
             "The last message is neither from the user nor the result of a tool.",
             "Send one of them last.",
             field="messages",
         )
-    if place.fresh and (open_calls := find_unanswered_calls(said.messages)):
+    if session.is_fresh and (open_calls := find_unanswered_calls(conversation.messages)):
         raise InvalidInput(
             f"The tool call {open_calls[0].id[:80]!r} has no result.",
             "Send a message with its result, or leave the call out.",
@@ -201,11 +227,11 @@ def build_message(
         )
     chosen = msgspec.structs.replace(options, earlier=[message for message in earlier if message])
     return IncomingMessage(
-        session=place.session,
+        session=session.reference,
         content=last if isinstance(last, ToolResult) else last.content,
         idempotency_key=request.headers.get("idempotency-key"),
         origin="openai",
-        instructions="\n\n".join(filter(None, [instructions, *said.rules])) or None,
+        instructions="\n\n".join(filter(None, [instructions, *conversation.instructions])) or None,
         # Without options, the input of a run is taken for a user message, which a tool result is not.
         options=chosen if isinstance(last, ToolResult) or chosen != RunOptions() else None,
     )
@@ -246,7 +272,7 @@ def build_tool_result(
     messages: Sequence[ConversationMessage],
     call_id: str | None,
     content: MessageContent,
-    place: RequestSession,
+    session: RequestSession,
     where: str,
 ) -> ToolResult:
     """Return the result of a tool call from the earlier messages, or from an earlier run of the session."""
@@ -254,7 +280,7 @@ def build_tool_result(
         call for message in messages if isinstance(message, AssistantMessage) for call in message.tool_calls
     ]
     name = next((call.name for call in calls if call.id == call_id), None)
-    if not call_id or (name is None and place.fresh):
+    if not call_id or (name is None and session.is_fresh):
         raise InvalidInput(
             f"The result at {where} belongs to no tool call before it.",
             "Send the assistant's message with the call as well, and name the call's id.",
@@ -293,10 +319,10 @@ def get_max_body_bytes(config: Config) -> int:
 # --- run options ---
 
 
-def refuse_unsupported(wanted: msgspec.Struct, allowed: Mapping[str, Sequence[object]]) -> None:
+def refuse_unsupported(body: msgspec.Struct, allowed: Mapping[str, Sequence[object]]) -> None:
     """Reject unsupported fields by name, unless their value has no effect."""
     for field, values in allowed.items():
-        value = getattr(wanted, field)
+        value = getattr(body, field)
         if value is None or any(type(value) is type(one) and value == one for one in values):
             continue
         shown = ", ".join(msgspec.json.encode(one).decode() for one in values)
@@ -313,29 +339,29 @@ def format_fields_hint(shape: type[msgspec.Struct]) -> str:
     )
 
 
-def build_client_tools(gateway: GatewayState, wishes: Sequence[RequestedTool]) -> list[ToolSpec]:
+def build_client_tools(gateway: GatewayState, requested: Sequence[RequestedTool]) -> list[ToolSpec]:
     taken = set(gateway.app.toolbox.names)
     tools: list[ToolSpec] = []
-    for wish in wishes:
-        if not TOOL_NAME_PATTERN.fullmatch(wish.name):
+    for tool in requested:
+        if not TOOL_NAME_PATTERN.fullmatch(tool.name):
             raise InvalidInput(
-                f"{wish.name[:80]!r} is not a valid tool name.",
+                f"{tool.name[:80]!r} is not a valid tool name.",
                 "Use 1 to 64 letters, digits, '_' or '-'.",
-                field=wish.where,
+                field=tool.where,
             )
-        if wish.name in taken:
+        if tool.name in taken:
             raise InvalidInput(
-                f"A tool named {wish.name!r} already exists.",
+                f"A tool named {tool.name!r} already exists.",
                 "Choose another name: the agents here have tools of their own.",
-                field=wish.where,
+                field=tool.where,
             )
-        taken.add(wish.name)
+        taken.add(tool.name)
         tools.append(
             ToolSpec(
-                name=wish.name,
-                description=wish.description or "",
-                parameters=wish.parameters or {"type": "object", "properties": {}},
-                strict=bool(wish.strict),
+                name=tool.name,
+                description=tool.description or "",
+                parameters=tool.parameters or {"type": "object", "properties": {}},
+                strict=bool(tool.strict),
             )
         )
     return tools
@@ -343,7 +369,7 @@ def build_client_tools(gateway: GatewayState, wishes: Sequence[RequestedTool]) -
 
 def build_run_options(sampling: Sampling, tools: list[ToolSpec], choice: str | None) -> RunOptions:
     """Return the options of a run. `choice` is `auto`, `none`, `required`, or `=` plus the name of a required tool."""
-    if choice in {"required"} or (choice or "").startswith("="):
+    if choice == "required" or (choice or "").startswith("="):
         name = choice[1:] if choice and choice.startswith("=") else None
         if not tools or (name is not None and all(tool.name != name for tool in tools)):
             raise InvalidInput(
@@ -363,15 +389,15 @@ def build_run_options(sampling: Sampling, tools: list[ToolSpec], choice: str | N
     )
 
 
-def parse_response_format(wanted: Mapping[str, Any] | None, where: str) -> dict[str, Any] | None:
-    kind = wanted.get("type") if wanted else None
-    if wanted is None or kind == "text":
+def parse_response_format(format: Mapping[str, Any] | None, where: str) -> dict[str, Any] | None:
+    kind = format.get("type") if format else None
+    if format is None or kind == "text":
         return None
-    named = wanted.get("json_schema")
+    named = format.get("json_schema")
     if kind == "json_object" or (
         kind == "json_schema" and isinstance(named, dict) and cast("dict[str, Any]", named).get("name")
     ):
-        return dict(wanted)
+        return dict(format)
     raise InvalidInput(
         f"{where!r} has an unknown type.",
         "Use text, json_object, or json_schema with a name and a schema.",
@@ -392,7 +418,33 @@ def parse_thinking_level(effort: str | None, where: str) -> str | None:
     return level
 
 
+def build_content_error(kind: str, where: str) -> InvalidInput:
+    return InvalidInput(
+        f"Content of the type {kind[:40]!r} at {where} is not supported.", "Send text or images.", field=where
+    )
+
+
 # --- results ---
+
+
+async def respond(
+    gateway: GatewayState,
+    slots: StreamSlots,
+    identity: ClientIdentity,
+    request: Request,
+    message: IncomingMessage,
+    events: AsyncGenerator[ServerSentEvent] | None,
+    format_answer: FormatAnswer,
+) -> Response:
+    """Answer a message: with a stream of `events`, or with one response when its run has ended."""
+    if events is not None:
+        return await EventStream.open(events, gateway, slots, identity)
+    caller = identity.to_caller()
+    with slots.hold_slot():  # before the run is accepted, which could not be waited for without a slot
+        view = await run_to_end(gateway, caller, request, message)
+    if not has_answer(view):
+        return build_run_error_response(view)
+    return build_json_response(format_answer(view, await load_client_calls(gateway, caller, message, view)))
 
 
 async def load_client_calls(
@@ -408,10 +460,10 @@ async def run_to_end(
     gateway: GatewayState, caller: Caller, request: Request, message: IncomingMessage
 ) -> RunView:
     """Submit a message and wait for its run. The run continues if the client disconnects."""
-    operations, longest = gateway.app.operations, gateway.app.config.agents.defaults.timeout_seconds
+    operations, timeout = gateway.app.operations, gateway.app.config.agents.defaults.timeout_seconds
     accepted = await operations.submit(caller, message)
     return await wait_while_connected(
-        request, gateway.closing, operations.wait(caller, accepted.run_id, longest)
+        request, gateway.closing, operations.wait(caller, accepted.run_id, timeout)
     )
 
 

@@ -17,9 +17,7 @@ from antiphon.engine.runs.run_options import RunOptions
 from antiphon.errors import InvalidInput, NotFound
 from antiphon.gateway.auth import ClientIdentity
 from antiphon.gateway.http.responses import (
-    EventStream,
     StreamSlots,
-    build_json_response,
     build_sse_event,
     read_json,
 )
@@ -90,38 +88,26 @@ class ReasoningOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     summary: None = None
 
 
-class ResponseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that is honoured, what asks for nothing here, and what is refused by name."""
+class ResponseRequest(openai.AgentRequest, frozen=True):
+    """Supported fields, fields without effect here, and fields that are rejected by name."""
 
-    model: str
     input: str | Annotated[list[ResponseInputItem], msgspec.Meta(min_length=1, max_length=10_000)]
     instructions: str | None = None
     previous_response_id: str | None = None
-    stream: bool | None = None
-    user: str | None = None
-    temperature: openai.Temperature | None = None
-    top_p: openai.Probability | None = None
     max_output_tokens: openai.PositiveInt | None = None
     text: TextOptions | None = None
     tools: Annotated[list[FunctionTool], msgspec.Meta(max_length=openai.MAX_TOOLS_PER_REQUEST)] | None = None
     tool_choice: str | ResponseToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    # Labels and hints for OpenAI's own service; they do not affect answers. Responses are always stored.
-    metadata: dict[str, str] | None = None
     store: bool | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
+    """Without effect: responses are always stored."""
     # See `UNSUPPORTED_FIELDS`.
     background: Any = None
     conversation: Any = None
     include: Any = None
     max_tool_calls: Any = None
     prompt: Any = None
-    service_tier: Any = None
     stream_options: Any = None
-    top_logprobs: Any = None
     truncation: Any = None
 
 
@@ -143,38 +129,34 @@ async def post_responses(
     gateway: GatewayState, slots: StreamSlots, identity: ClientIdentity, request: Request
 ) -> Response:
     config, caller = gateway.app.config, identity.to_caller()
-    wanted = await read_json(
+    body = await read_json(
         request,
         ResponseRequest,
         openai.get_max_body_bytes(config),
         hint=openai.format_fields_hint(ResponseRequest),
     )
-    openai.refuse_unsupported(wanted, UNSUPPORTED_FIELDS)
-    if not isinstance(wanted.input, str):
-        openai.check_message_count(wanted.input, "input")
-    agent_id = openai.resolve_agent_id(config, wanted.model)
-    place = openai.choose_session(config, request, agent_id, wanted.user)
-    if wanted.previous_response_id is not None:
-        place = await _find_response_session(gateway, caller, wanted.previous_response_id)
-    said, options = _parse_conversation(wanted.input, place), _build_options(gateway, wanted)
+    openai.refuse_unsupported(body, UNSUPPORTED_FIELDS)
+    if not isinstance(body.input, str):
+        openai.check_message_count(body.input, "input")
+    agent_id = openai.resolve_agent_id(config, body.model)
+    session = openai.choose_session(config, request, agent_id, body.user)
+    if body.previous_response_id is not None:
+        session = await _find_response_session(gateway, caller, body.previous_response_id)
+    conversation, options = _parse_conversation(body.input, session), _build_options(gateway, body)
     message = msgspec.structs.replace(
-        openai.build_message(request, place, said, wanted.instructions, options),
+        openai.build_message(request, session, conversation, body.instructions, options),
         thinking=openai.parse_thinking_level(
-            wanted.reasoning.effort if wanted.reasoning else None, "reasoning.effort"
+            body.reasoning.effort if body.reasoning else None, "reasoning.effort"
         ),
     )
-    if wanted.stream:
-        events = _stream_events(gateway, caller, wanted, message)
-        still_known = partial(gateway.authenticator.is_still_valid, identity)
-        return await EventStream.open(events, gateway.closing, slots, still_known)
-    with slots.hold_slot():  # before the run is accepted, which could not be waited for without a slot
-        view = await openai.run_to_end(gateway, caller, request, message)
-    if not openai.has_answer(view):
-        return openai.build_run_error_response(view)
-    calls = await openai.load_client_calls(gateway, caller, message, view)
-    return build_json_response(
-        ResponseBuilder(wanted, view.run_id, view.created_at).build_ended(view, view.reply or "", calls)
+    events = _stream_events(gateway, caller, body, message) if body.stream else None
+    return await openai.respond(
+        gateway, slots, identity, request, message, events, partial(_format_response, body)
     )
+
+
+def _format_response(body: ResponseRequest, view: RunView, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    return ResponseBuilder(body, view.run_id, view.created_at).build_ended(view, view.reply or "", calls)
 
 
 async def _find_response_session(gateway: GatewayState, caller: Caller, response_id: str) -> RequestSession:
@@ -190,69 +172,69 @@ async def _find_response_session(gateway: GatewayState, caller: Caller, response
         run = await gateway.app.operations.get_run(caller, response_id.removeprefix(RESPONSE_ID_PREFIX))
     except NotFound:
         raise missing from None
-    return RequestSession(run.session_key, fresh=False)
+    return RequestSession(run.session_key, is_fresh=False)
 
 
-def _build_options(gateway: GatewayState, wanted: ResponseRequest) -> RunOptions:
+def _build_options(gateway: GatewayState, body: ResponseRequest) -> RunOptions:
     sampling = Sampling(
-        temperature=wanted.temperature,
-        top_p=wanted.top_p,
-        max_tokens=wanted.max_output_tokens,
-        response_format=_parse_response_format(wanted.text.format if wanted.text else None),
-        parallel_tool_calls=wanted.parallel_tool_calls if wanted.tools else None,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        max_tokens=body.max_output_tokens,
+        response_format=_parse_response_format(body.text.format if body.text else None),
+        parallel_tool_calls=body.parallel_tool_calls if body.tools else None,
     )
-    wishes = [
+    requested = [
         openai.RequestedTool(
             name=tool.name,
-            where=f"tools[{at}]",
+            where=f"tools[{index}]",
             description=tool.description,
             parameters=tool.parameters,
             strict=tool.strict,
         )
-        for at, tool in enumerate(wanted.tools or [])
+        for index, tool in enumerate(body.tools or [])
     ]
-    choice = wanted.tool_choice
+    choice = body.tool_choice
     chosen = f"={choice.name}" if isinstance(choice, ResponseToolChoice) else choice
-    return openai.build_run_options(sampling, openai.build_client_tools(gateway, wishes), chosen)
+    return openai.build_run_options(sampling, openai.build_client_tools(gateway, requested), chosen)
 
 
-def _parse_response_format(wanted: dict[str, Any] | None) -> dict[str, Any] | None:
+def _parse_response_format(format: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the format as chat completions have it, with the schema nested under its type."""
-    if wanted is not None and wanted.get("type") == "json_schema":
-        schema = {name: value for name, value in wanted.items() if name != "type"}
-        wanted = {"type": "json_schema", "json_schema": schema}
-    return openai.parse_response_format(wanted, "text.format")
+    if format is not None and format.get("type") == "json_schema":
+        schema = {name: value for name, value in format.items() if name != "type"}
+        format = {"type": "json_schema", "json_schema": schema}
+    return openai.parse_response_format(format, "text.format")
 
 
-def _parse_conversation(given: str | list[ResponseInputItem], place: RequestSession) -> RequestConversation:
-    if isinstance(given, str):
-        return RequestConversation([], [UserMessage(content=given, timestamp=0)])
-    rules: list[str] = []
+def _parse_conversation(input: str | list[ResponseInputItem], session: RequestSession) -> RequestConversation:
+    if isinstance(input, str):
+        return RequestConversation([], [UserMessage(content=input, timestamp=0)])
+    instructions: list[str] = []
     messages: list[ConversationMessage] = []
-    for at, item in enumerate(given):
-        where = f"input[{at}]"
+    for index, item in enumerate(input):
+        where = f"input[{index}]"
         if item.type == "reasoning":
             continue  # reasoning is provider-specific, and the transcript has it
         if item.type == "function_call":
             _add_call(messages, item, where)
         elif item.type == "function_call_output":
             output = _parse_content(item.output, f"{where}.output")
-            messages.append(openai.build_tool_result(messages, item.call_id, output, place, where))
+            messages.append(openai.build_tool_result(messages, item.call_id, output, session, where))
         elif item.type != "message":
             raise InvalidInput(
-                f"An item of the type {item.type[:40]!r} at {where} is not taken.",
+                f"An item of the type {item.type[:40]!r} at {where} is not supported.",
                 "Send messages, function calls and their outputs.",
                 field=where,
             )
         elif item.role in {"system", "developer"}:
-            rules.append(openai.join_text(_parse_content(item.content, where)))
+            instructions.append(openai.join_text(_parse_content(item.content, where)))
         elif item.role == "assistant":
             messages.append(
                 openai.build_assistant_message(openai.join_text(_parse_content(item.content, where)), [])
             )
         else:
             messages.append(UserMessage(content=_parse_content(item.content, where), timestamp=0))
-    return RequestConversation(rules, messages)
+    return RequestConversation(instructions, messages)
 
 
 def _add_call(messages: list[ConversationMessage], item: ResponseInputItem, where: str) -> None:
@@ -270,7 +252,7 @@ def _add_call(messages: list[ConversationMessage], item: ResponseInputItem, wher
 def _parse_content(content: str | list[ResponseContentPart] | None, where: str) -> MessageContent:
     if not isinstance(content, list):
         return content or ""
-    return [_parse_part(part, f"{where}.content[{at}]") for at, part in enumerate(content)]
+    return [_parse_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
 
 
 def _parse_part(part: ResponseContentPart, where: str) -> TextBlock | ImageBlock:
@@ -279,18 +261,14 @@ def _parse_part(part: ResponseContentPart, where: str) -> TextBlock | ImageBlock
     if part.type == "input_image" and part.image_url is not None:
         openai.check_image_detail(part.detail, where)
         return openai.parse_image_url(part.image_url, where)
-    raise InvalidInput(
-        f"Content of the type {part.type[:40]!r} at {where} is not taken.",
-        "Send text or images.",
-        field=where,
-    )
+    raise openai.build_content_error(part.type, where)
 
 
 class ResponseBuilder:
     """Builds the response object in each of its states, and its parts."""
 
-    def __init__(self, wanted: ResponseRequest, run_id: str, created_at: int) -> None:
-        self._request = wanted
+    def __init__(self, body: ResponseRequest, run_id: str, created_at: int) -> None:
+        self._request = body
         self._run_id = run_id
         self._created = created_at // 1000
 
@@ -302,25 +280,30 @@ class ResponseBuilder:
         return self._build_response("in_progress", [])
 
     def build_ended(self, view: RunView, text: str, calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
-        read, wrote = (view.usage.input, view.usage.output) if view.usage else (0, 0)
+        input, output = (view.usage.input, view.usage.output) if view.usage else (0, 0)
         usage = {
-            "input_tokens": read,
+            "input_tokens": input,
             "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": wrote,
+            "output_tokens": output,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": read + wrote,
+            "total_tokens": input + output,
         }
         if not openai.has_answer(view):
             error = openai.build_run_error(view)["error"]
             failure = {"code": error["code"] or "server_error", "message": error["message"]}
             return {**self._build_response("failed", []), "error": failure, "usage": usage}
-        cut = view.state == "incomplete"
+        is_incomplete = view.state == "incomplete"
         output = (
-            [self.build_message_item(text, "incomplete" if cut else "completed")] if text or not calls else []
+            [self.build_message_item(text, "incomplete" if is_incomplete else "completed")]
+            if text or not calls
+            else []
         )
         output += [self.build_call_item(number, call) for number, call in enumerate(calls)]
-        body = {**self._build_response("incomplete" if cut else "completed", output), "usage": usage}
-        return {**body, "incomplete_details": {"reason": "max_output_tokens"}} if cut else body
+        body = {
+            **self._build_response("incomplete" if is_incomplete else "completed", output),
+            "usage": usage,
+        }
+        return {**body, "incomplete_details": {"reason": "max_output_tokens"}} if is_incomplete else body
 
     def build_message_item(self, text: str | None, status: str) -> dict[str, Any]:
         content = [] if text is None else [self.build_text_part(text)]
@@ -383,20 +366,20 @@ class EventSequence:
 
 
 async def _stream_events(
-    gateway: GatewayState, caller: Caller, wanted: ResponseRequest, message: IncomingMessage
+    gateway: GatewayState, caller: Caller, body: ResponseRequest, message: IncomingMessage
 ) -> AsyncGenerator[ServerSentEvent]:
     app, event = gateway.app, EventSequence()
     text = ""
-    telling = stream_run(app.operations, caller, message, app.config.agents.defaults.timeout_seconds)
-    async with aclosing(telling):
-        accepted = await anext(telling)
+    stream = stream_run(app.operations, caller, message, app.config.agents.defaults.timeout_seconds)
+    async with aclosing(stream):
+        accepted = await anext(stream)
         assert isinstance(accepted, MessageReceipt)
-        answer = ResponseBuilder(wanted, accepted.run_id, app.clock.now())
+        answer = ResponseBuilder(body, accepted.run_id, app.clock.now())
         at: dict[str, Any] = {"item_id": answer.item_id, "output_index": 0, "content_index": 0}
         yield event("response.created", response=answer.build_in_progress())
         yield event("response.in_progress", response=answer.build_in_progress())
-        async for told in telling:
-            if isinstance(told, str):
+        async for item in stream:
+            if isinstance(item, str):
                 if not text:
                     yield event(
                         "response.output_item.added",
@@ -404,11 +387,11 @@ async def _stream_events(
                         item=answer.build_message_item(None, "in_progress"),
                     )
                     yield event("response.content_part.added", **at, part=answer.build_text_part(""))
-                text += told
-                yield event("response.output_text.delta", **at, delta=told, logprobs=[])
-            elif isinstance(told, RunView):
-                calls = await openai.load_client_calls(gateway, caller, message, told)
-                for last in _build_final_events(event, answer, at, told, text, calls):
+                text += item
+                yield event("response.output_text.delta", **at, delta=item, logprobs=[])
+            elif isinstance(item, RunView):
+                calls = await openai.load_client_calls(gateway, caller, message, item)
+                for last in _build_final_events(event, answer, at, item, text, calls):
                     yield last
 
 
@@ -431,12 +414,12 @@ def _build_final_events(
         ]
     for number, call in enumerate(calls):
         item, arguments = answer.build_call_item(number, call), openai.format_arguments(call)
-        place = {"item_id": item["id"], "output_index": number + bool(text)}
+        position = {"item_id": item["id"], "output_index": number + bool(text)}
         begun = answer.build_call_item(number, call, "in_progress")
         done += [
-            event("response.output_item.added", output_index=place["output_index"], item=begun),
-            event("response.function_call_arguments.delta", **place, delta=arguments),
-            event("response.function_call_arguments.done", **place, name=call.name, arguments=arguments),
-            event("response.output_item.done", output_index=place["output_index"], item=item),
+            event("response.output_item.added", output_index=position["output_index"], item=begun),
+            event("response.function_call_arguments.delta", **position, delta=arguments),
+            event("response.function_call_arguments.done", **position, name=call.name, arguments=arguments),
+            event("response.output_item.done", output_index=position["output_index"], item=item),
         ]
     return [*done, event(f"response.{response['status']}", response=response)]
