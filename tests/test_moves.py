@@ -504,7 +504,7 @@ async def test_two_that_do_the_same_at_once_do_it_once(
     assert all(isinstance(each, MigrationResult | StoreError | Conflict) for each in done), done
     after = everything(target)
     assert {name: after[name] for name in before} == before
-    assert (await migrate_to_postgres(database, target, ignore)).already
+    assert (await migrate_to_postgres(database, target, ignore)).was_finished
 
 
 async def test_a_server_that_goes_away_is_waited_for_by_nobody_and_loses_nothing(
@@ -532,10 +532,10 @@ async def test_nobody_uses_a_database_that_is_half_there(
     with pytest.raises(Stopped):
         await migrate_to_postgres(database, target, Stop("messages"))
     half = everything(target)
-    with pytest.raises(StoreError, match="is being moved into this one"):
+    with pytest.raises(StoreError, match="is being migrated into this one"):
         async with open_app_operations(on(target), state):
             pass
-    with pytest.raises(StoreError, match="it goes on where it stopped"):
+    with pytest.raises(StoreError, match="it continues where it stopped"):
         async with open_operations_readonly(on(target), state):
             pass
     assert everything(target) == half
@@ -580,7 +580,7 @@ async def test_half_of_another_source_is_refused(database: Path, target: PgServe
     with pytest.raises(Stopped):
         await migrate_to_postgres(other, target, Stop("messages"))
     half = everything(target)
-    await refused(migrate_to_postgres(database, target, ignore), Conflict, "holds a part of something else")
+    await refused(migrate_to_postgres(database, target, ignore), Conflict, "contains part of another copy")
     assert everything(target) == half
 
 
@@ -591,7 +591,7 @@ async def test_a_target_with_other_sessions_is_refused(
         await told(operations, MAIN, "say something else")
     before = everything(target)
     error = await refused(
-        migrate_to_postgres(database, target, ignore), Conflict, "already holds other sessions"
+        migrate_to_postgres(database, target, ignore), Conflict, "already contains other sessions"
     )
     assert error.exit_code == 2 and "nothing was changed" in error.hint
     assert everything(target) == before
@@ -601,16 +601,18 @@ async def test_a_target_that_was_used_after_the_move_is_refused(
     state: Path, database: Path, target: PgServer
 ) -> None:
     await migrate_to_postgres(database, target, ignore)
-    assert (await migrate_to_postgres(database, target, ignore)).already
+    assert (await migrate_to_postgres(database, target, ignore)).was_finished
     ask(target, "UPDATE sessions SET updated_at = updated_at + 1 WHERE id = 1")
     before = everything(target)
-    await refused(migrate_to_postgres(database, target, ignore), Conflict, "already holds other sessions")
+    await refused(migrate_to_postgres(database, target, ignore), Conflict, "already contains other sessions")
     assert everything(target) == before
 
 
 async def test_tables_of_another_program_are_refused(database: Path, target: PgServer) -> None:
     ask(target, "CREATE TABLE sessions (customer TEXT)")
-    await refused(migrate_to_postgres(database, target, ignore), Conflict, "holds tables of another program")
+    await refused(
+        migrate_to_postgres(database, target, ignore), Conflict, "contains tables of another program"
+    )
     assert everything(target) == {"sessions": []}
 
 
@@ -668,7 +670,7 @@ def _unreadable(database: Path) -> None:
     [
         (_torn, StoreDamaged, "is damaged"),
         (_older, StoreError, "was written by an older Antiphon"),
-        (_foreign, StoreDamaged, "is a database of another program"),
+        (_foreign, StoreDamaged, "is another program's database"),
         (Path.unlink, StoreError, "There is no Antiphon database"),
         (_unreadable, StoreDamaged, "cannot be read"),
     ],
@@ -713,7 +715,7 @@ async def test_what_is_not_the_same_is_noticed(
 
     error = await refused(migrate_to_postgres(database, target, tamper), StoreError, f"The table {table!r}")
     assert words in error.what and error.exit_code == 7 and error.data["table"] == table
-    with pytest.raises(StoreError, match="is being moved into this one"):
+    with pytest.raises(StoreError, match="is being migrated into this one"):
         async with open_operations_readonly(on(target), state):
             pass
 

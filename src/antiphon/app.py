@@ -44,8 +44,8 @@ from antiphon.runtimes.concurrency import ConcurrencyLimitedRuntime
 from antiphon.runtimes.model import ModelRuntime
 from antiphon.runtimes.registry import RuntimeRegistry
 from antiphon.state_access import create_operations, open_operations_readonly
-from antiphon.store import Store
-from antiphon.store.factory import CommitPhase, open_store
+from antiphon.store import CommitPhase, Store
+from antiphon.store.factory import open_store
 from antiphon.store.statedir import StateDir
 from antiphon.tools import create_session_tools
 from antiphon.transfers.mirror import TranscriptMirror, remove_mark

@@ -28,7 +28,7 @@ from antiphon.state_access import open_store_readonly
 from antiphon.store import Row, Store, Tx
 from antiphon.store.migrations import load_migrations
 from antiphon.store.queries import Queries
-from antiphon.store.sqlite.store import check_file, check_library
+from antiphon.store.sqlite.database_file import check_file, check_library
 from antiphon.store.statedir import StateDir, find_exposure, translate_os_error
 
 SQL = Queries("doctor")

@@ -19,8 +19,8 @@ from support.disks import Disk, mount_small_disk
 pytestmark = pytest.mark.requirement("G21")
 
 FULL = "There is no room left for the database"
-WAITING = f"{FULL}; what is under way goes on when there is."
-AGAIN = "The database can be written again, and everything goes on."
+WAITING = f"{FULL}; work continues once space is freed."
+AGAIN = "The database is writable again"
 
 
 @pytest.fixture

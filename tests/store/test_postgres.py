@@ -15,7 +15,7 @@ import pytest
 
 from antiphon.errors import StoreError
 from antiphon.store import Tx, listing
-from antiphon.store.postgres.clock import SharedClock
+from antiphon.store.postgres import SharedClock
 from antiphon.store.postgres.connection import PgServer, pg
 from antiphon.store.queries import Queries, Query, translate_to_postgres
 from cluster.database import Postgres
@@ -244,7 +244,7 @@ async def test_nobodys_wall_clock_moves_the_clock(server: PgServer, monkeypatch:
 async def test_a_late_answer_does_not_blur_the_clock(
     server: PgServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("antiphon.store.postgres.clock.MAX_ROUND_TRIP_SECONDS", 0.2)
+    monkeypatch.setattr("antiphon.store.postgres.MAX_ROUND_TRIP_SECONDS", 0.2)
     clock = SharedClock()
     async with proxied(server, readers=1) as (proxy, store):
         await store.read(clock.synchronize)

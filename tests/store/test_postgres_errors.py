@@ -77,7 +77,7 @@ async def test_what_cannot_be_opened_is_said_in_a_sentence(postgres: Postgres, t
         "postgresql://antiphon@127.0.0.1:port/x": "cannot be read",
         f"postgresql://antiphon@127.0.0.1:{free_ports(1)[0]}/x": "cannot be reached",
         "postgresql://antiphon@no-such-host.invalid/x": "cannot be reached",
-        f"postgresql://nobody@{here}/x": "does not let us in",
+        f"postgresql://nobody@{here}/x": "rejected the login",
         f"postgresql://antiphon@{here}/nowhere": "There is no database",
         f"{good}?sslmode=perhaps": "cannot be read",
         f"{good}?sslmode=require": "cannot be reached",
@@ -87,7 +87,7 @@ async def test_what_cannot_be_opened_is_said_in_a_sentence(postgres: Postgres, t
         error = await refused(config(url), tmp_path)
         assert words in error.what, url
     wrong = await refused(config(good, password="not this one"), tmp_path)
-    assert "does not let us in" in wrong.what and "not this one" not in wrong.what
+    assert "rejected the login" in wrong.what and "not this one" not in wrong.what
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_no_name_of_a_server_has_a_part_of_its_password(password: str, where: st
         assert "Zq" not in str(translate_postgres_error(error, server))
 
 
-# --- what stands before a server ---
+# --- connection poolers ---
 
 
 async def test_without_prepared_statements_it_is_the_same(server: PgServer) -> None:
@@ -266,7 +266,7 @@ async def test_only_the_right_authority_is_trusted(
         assert await store.tx(put, "a") == "a"
         await within(store.close())
         error = await refused(config(url, tlsCa=str(tmp_path / "theirs.pem")), tmp_path)
-        assert "No protected connection" in error.what
+        assert "A TLS connection" in error.what
         assert "store.tlsCa" in error.hint
     for broken in (tmp_path / "nothing.pem", tmp_path):
         error = await refused(config(url, tlsCa=str(broken)), tmp_path)

@@ -125,7 +125,7 @@ async def test_a_commit_whose_outcome_cannot_be_found_out_is_said_to_be_so(
             asyncio.gather(*(store.tx(counted) for _ in range(3)), return_exceptions=True)
         )
         assert [type(outcome) for outcome in outcomes] == [StoreUnsure] * 3
-        assert all("not known" in cast("StoreError", outcome).hint for outcome in outcomes)
+        assert all("unknown" in cast("StoreError", outcome).hint for outcome in outcomes)
         assert runs == 3
         proxy.refuse(refusing=False)
         assert await within(store.tx(lease, "n")) == 3  # it did take place, once

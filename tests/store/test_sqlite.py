@@ -32,8 +32,9 @@ from antiphon.store import Row, Tx, listing, migrations
 from antiphon.store.factory import open_store
 from antiphon.store.migrations import Migration
 from antiphon.store.queries import Queries, Query
-from antiphon.store.sqlite import store as sqlite
-from antiphon.store.sqlite.store import SqliteStore, check_file
+from antiphon.store.sqlite import database_file
+from antiphon.store.sqlite.database_file import check_file
+from antiphon.store.sqlite.store import SqliteStore
 from antiphon.store.statedir import StateDir
 from support.app_fixture import BOUND, open_test_store
 from support.databases import dump_database, query_database
@@ -165,12 +166,12 @@ async def test_closing_finishes_what_was_asked_for(tmp_path: Path) -> None:
 async def test_a_reader_that_could_not_be_opened_is_opened_when_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connect = sqlite._connect_reader  # pyright: ignore[reportPrivateUsage]
+    connect = database_file._connect_reader  # pyright: ignore[reportPrivateUsage]
 
     def connect_elsewhere(path: Path) -> sqlite3.Connection:
         return connect(path.with_name("missing"))
 
-    monkeypatch.setattr(sqlite, "_connect_reader", connect_elsewhere)
+    monkeypatch.setattr(database_file, "_connect_reader", connect_elsewhere)
     store = await SqliteStore.open(tmp_path / NAME)
     for _ in range(10):
         with pytest.raises(StoreError, match=r"cannot be opened for reading .* limit of open files"):
@@ -806,6 +807,6 @@ async def test_a_library_that_cannot_do_enough_is_named(
 
     monkeypatch.setattr(sqlite3, "sqlite_version_info", version)
     monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Less))
-    with pytest.raises(StoreError, match=r"SQLite .* (too old|without what is needed)"):
+    with pytest.raises(StoreError, match=r"SQLite .* (too old|lacks required features)"):
         await SqliteStore.open(tmp_path / NAME)
     assert not (tmp_path / NAME).exists()

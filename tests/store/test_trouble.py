@@ -87,14 +87,12 @@ async def test_it_lasts_from_the_first_failure_to_the_next_change_that_is_kept(
     with pytest.raises(ValueError):
         await store.tx(refused)
     assert isinstance(store.trouble, StoreFull)
-    assert said(caplog) == [
-        "There is no room left for the database; what is under way goes on when there is."
-    ]
+    assert said(caplog) == ["There is no room left for the database; work continues once space is freed."]
     await store.tx(ask, UNLIMIT)
     await store.tx(append, 500_000)
     assert store.trouble is None
     await store.tx(append, 500_000)
-    assert said(caplog)[1:] == ["The database can be written again, and everything goes on."]
+    assert said(caplog)[1:] == ["The database is writable again"]
 
 
 async def test_what_does_not_fit_keeps_back_nothing_that_does(store: SqliteStore) -> None:

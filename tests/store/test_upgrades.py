@@ -25,7 +25,7 @@ from antiphon.app import open_app_operations
 from antiphon.config import Config
 from antiphon.store.migrations import load_migrations, select_missing_migrations
 from antiphon.store.postgres.connection import PgServer
-from antiphon.store.sqlite.store import check_file
+from antiphon.store.sqlite.database_file import check_file
 from support.app_fixture import BOUND, open_test_store
 from support.databases import query_database
 

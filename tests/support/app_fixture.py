@@ -34,8 +34,7 @@ from antiphon.messages import AssistantMessage, TextBlock, ToolCall
 from antiphon.operations import HistoryFilter, IncomingMessage, Operations
 from antiphon.runtimes import Runtime, ToolSpec
 from antiphon.runtimes.function import AgentFunction, FunctionRuntime
-from antiphon.store import Row, Store, Tx
-from antiphon.store.factory import CommitPhase
+from antiphon.store import CommitPhase, Row, Store, Tx
 from antiphon.store.transcript_files import TranscriptFiles
 from antiphon.views import RunView
 from support.databases import open_test_database, query_database

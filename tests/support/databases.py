@@ -15,8 +15,7 @@ from typing import Any, Literal
 from asyncpg.exceptions import IntegrityConstraintViolationError
 
 from antiphon.config import Config
-from antiphon.store import Store
-from antiphon.store.factory import CommitPhase
+from antiphon.store import CommitPhase, Store
 from antiphon.store.factory import open_store as open_configured
 from antiphon.store.postgres import PgStore
 from antiphon.store.sqlite.store import SqliteStore

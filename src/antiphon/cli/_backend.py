@@ -277,7 +277,7 @@ async def open_backend_for_changes(settings: Settings) -> AsyncGenerator[Backend
             yield client
         return
     from antiphon.state_access import create_operations, open_store_exclusive, require_no_live_replicas
-    from antiphon.store.sqlite.store import check_exists
+    from antiphon.store.sqlite.database_file import check_exists
     from antiphon.store.statedir import StateDir
 
     config, home = settings.load().config, StateDir.open_unlocked(settings.paths.state_dir)

@@ -138,12 +138,12 @@ def _is_live_terminal() -> bool:
 
 
 def _build_result(moved: MigrationResult) -> dict[str, object]:
-    return {"tables": moved.tables, "replaced": moved.replaced, "already": moved.already}
+    return {"tables": moved.tables, "replaced": moved.replaced, "already": moved.was_finished}
 
 
 def _print_result(moved: MigrationResult, tokens: int, server: PgServer) -> None:
     rows = sum(moved.tables.values())
-    done = "Everything was there already" if moved.already else "Everything is there"
+    done = "Everything was there already" if moved.was_finished else "Everything is there"
     click.echo(f"{done}: {rows:,} rows of {len(moved.tables)} tables, the same on both sides.")
     if moved.replaced:
         click.echo(

@@ -5,17 +5,15 @@ from __future__ import annotations
 import ssl
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from antiphon.errors import StoreError
 from antiphon.paths import expand_home
 
 if TYPE_CHECKING:
     from antiphon.config import Config
-    from antiphon.store import Store
+    from antiphon.store import CommitPhase, Store
     from antiphon.store.postgres.connection import PgServer
-
-CommitPhase = Literal["before", "after"]
 
 
 async def open_store(

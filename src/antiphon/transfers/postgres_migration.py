@@ -26,7 +26,7 @@ from antiphon.store.sqlite.copy_source import CopySource
 from antiphon.store.statedir import StateDir
 from antiphon.store.table_digests import DigestSum, Table
 
-_EMPTY_TARGET_HINT = "Empty the target (dropdb and createdb) and begin again; the source is as it was."
+_EMPTY_TARGET_HINT = "Recreate the target (dropdb and createdb) and start again; the source is unchanged."
 
 
 class MigrationProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,30 +44,30 @@ class MigrationResult(msgspec.Struct, frozen=True, kw_only=True):
     tables: dict[str, int]
     replaced: int
     """Texts in which U+0000, which PostgreSQL cannot store, was replaced by U+FFFD."""
-    already: bool = False
+    was_finished: bool = False
     """Whether an earlier migration had already finished."""
 
 
 ProgressCallback: TypeAlias = Callable[[MigrationProgress], None]
 
 
-async def migrate_to_postgres(path: Path, server: PgServer, tell: ProgressCallback) -> MigrationResult:
-    """Copy everything, or the rest of it. The source must not be in use, and is never changed.
+async def migrate_to_postgres(path: Path, server: PgServer, report: ProgressCallback) -> MigrationResult:
+    """Copies everything, or the rest of it. The source must not be in use, and is never changed.
 
     Raises:
         StoreError: one of the two cannot be used, or they differ in the end; the message names the table.
         Conflict: the target holds other data.
     """
     with (
-        await asyncio.to_thread(_own_source, path),
+        await asyncio.to_thread(_lock_source, path),
         closing(await asyncio.to_thread(CopySource.open, path)) as source,
     ):
         async with _open_target(server) as target:
-            return await _run_migration(source, target, tell)
+            return await _run_migration(source, target, report)
 
 
-def _own_source(path: Path) -> AbstractContextManager[object]:
-    """Lock the state directory of the source; a copy of a database under another name has no owner to lock out."""
+def _lock_source(path: Path) -> AbstractContextManager[object]:
+    """Locks the state directory of the source; a database under another name has no gateway to exclude."""
     if path.name == DATABASE_FILE_NAME and path.exists():
         return StateDir.open_locked(path.parent)
     return nullcontext()
@@ -84,89 +84,98 @@ async def _open_target(server: PgServer) -> AsyncGenerator[CopyTarget]:
         await target.close()
 
 
-async def _run_migration(source: CopySource, target: CopyTarget, tell: ProgressCallback) -> MigrationResult:
+async def _run_migration(source: CopySource, target: CopyTarget, report: ProgressCallback) -> MigrationResult:
     tables = await asyncio.to_thread(source.list_tables)
-    places = await target.begin_copy(tables)
-    if places is None:
-        return await _confirm_already_migrated(source, target, tables, tell)
-    await _check_positions(source, target, tables, places)
+    progress_by_table = await target.begin_copy(tables)
+    if progress_by_table is None:
+        return await _confirm_already_migrated(source, target, tables, report)
+    await _check_copied_rows(source, target, tables, progress_by_table)
     for table in tables:
-        places[table.name] = await _copy_table(
-            source, target, table, places.get(table.name, TableProgress()), tell
+        progress_by_table[table.name] = await _copy_table(
+            source, target, table, progress_by_table.get(table.name, TableProgress()), report
         )
-    sums = await _compare_tables(source, target, tables, tell)
+    row_counts = await _compare_tables(source, target, tables, report)
     await target.finish(await asyncio.to_thread(source.load_sequences), tables)
-    return MigrationResult(tables=sums, replaced=sum(place.replaced for place in places.values()))
+    return MigrationResult(
+        tables=row_counts, replaced=sum(each.replaced for each in progress_by_table.values())
+    )
 
 
 async def _confirm_already_migrated(
-    source: CopySource, target: CopyTarget, tables: Sequence[Table], tell: ProgressCallback
+    source: CopySource, target: CopyTarget, tables: Sequence[Table], report: ProgressCallback
 ) -> MigrationResult:
-    """Confirm a finished migration: the process may have been killed after the last commit, before reporting it."""
+    """Confirms a finished migration: the process may have been killed after the last commit, before reporting it."""
     try:
         return MigrationResult(
-            tables=await _compare_tables(source, target, tables, tell), replaced=0, already=True
+            tables=await _compare_tables(source, target, tables, report), replaced=0, was_finished=True
         )
     except StoreError as error:
         raise target.build_foreign_error() from error
 
 
-async def _check_positions(
-    source: CopySource, target: CopyTarget, tables: Sequence[Table], places: Mapping[str, TableProgress]
+async def _check_copied_rows(
+    source: CopySource,
+    target: CopyTarget,
+    tables: Sequence[Table],
+    progress_by_table: Mapping[str, TableProgress],
 ) -> None:
     for table in tables:
-        place = places.get(table.name)
-        if place and await asyncio.to_thread(source.sum_digests, table, place.last) != place.sum:
+        progress = progress_by_table.get(table.name)
+        if progress and await asyncio.to_thread(source.sum_digests, table, progress.last) != progress.sum:
             raise Conflict(
-                f"The database {target.display_name} holds a part of something else, "
-                "or the source was used since then: "
-                f"what was copied of the table {table.name!r} is not in it any more.",
+                f"The database {target.display_name} contains part of another copy, "
+                "or the source has changed since: "
+                f"its copied rows of the table {table.name!r} no longer match.",
                 _EMPTY_TARGET_HINT,
                 table=table.name,
             )
 
 
 async def _copy_table(
-    source: CopySource, target: CopyTarget, table: Table, place: TableProgress, tell: ProgressCallback
+    source: CopySource, target: CopyTarget, table: Table, progress: TableProgress, report: ProgressCallback
 ) -> TableProgress:
     total = await asyncio.to_thread(source.count_rows, table)
-    _report_progress(tell, "copy", table, place.sum.rows, total)
-    while batch := await asyncio.to_thread(source.load_batch_after, table, place.last):
-        place = await target.copy_batch(table, place, batch) or await target.load_progress(table)
-        _report_progress(tell, "copy", table, place.sum.rows, total)
-    return place
+    _report_progress(report, "copy", table, progress.sum.rows, total)
+    while batch := await asyncio.to_thread(source.load_batch_after, table, progress.last):
+        progress = await target.copy_batch(table, progress, batch) or await target.load_progress(table)
+        _report_progress(report, "copy", table, progress.sum.rows, total)
+    return progress
 
 
 async def _compare_tables(
-    source: CopySource, target: CopyTarget, tables: Sequence[Table], tell: ProgressCallback
+    source: CopySource, target: CopyTarget, tables: Sequence[Table], report: ProgressCallback
 ) -> dict[str, int]:
-    """Compare both sides in full and return the row counts."""
-    sums: dict[str, int] = {}
+    """Compares both sides in full and returns the row counts."""
+    row_counts: dict[str, int] = {}
     for table in tables:
-        here = await asyncio.to_thread(source.sum_digests, table)
-        _report_progress(tell, "check", table, 0, here.rows)
-        there = await target.sum_digests(
+        source_sum = await asyncio.to_thread(source.sum_digests, table)
+        _report_progress(report, "check", table, 0, source_sum.rows)
+        target_sum = await target.sum_digests(
             table,
-            lambda rows, table=table, total=here.rows: _report_progress(tell, "check", table, rows, total),
+            lambda rows, table=table, total=source_sum.rows: _report_progress(
+                report, "check", table, rows, total
+            ),
         )
-        if here != there:
-            raise _build_difference_error(table, here, there)
-        sums[table.name] = here.rows
-    return sums
+        if source_sum != target_sum:
+            raise _build_difference_error(table, source_sum, target_sum)
+        row_counts[table.name] = source_sum.rows
+    return row_counts
 
 
-def _build_difference_error(table: Table, here: DigestSum, there: DigestSum) -> StoreError:
-    how = (
-        f"{here.rows} rows in the source, {there.rows} in the target"
-        if here.rows != there.rows
-        else f"{here.rows} rows in both, but not the same ones"
+def _build_difference_error(table: Table, source_sum: DigestSum, target_sum: DigestSum) -> StoreError:
+    difference = (
+        f"{source_sum.rows} rows in the source, {target_sum.rows} in the target"
+        if source_sum.rows != target_sum.rows
+        else f"{source_sum.rows} rows in both, but not the same ones"
     )
     return StoreError(
-        f"The table {table.name!r} was not copied faithfully: {how}.", _EMPTY_TARGET_HINT, table=table.name
+        f"The table {table.name!r} differs between source and target: {difference}.",
+        _EMPTY_TARGET_HINT,
+        table=table.name,
     )
 
 
 def _report_progress(
-    tell: ProgressCallback, step: Literal["copy", "check"], table: Table, rows: int, total: int
+    report: ProgressCallback, step: Literal["copy", "check"], table: Table, rows: int, total: int
 ) -> None:
-    tell(MigrationProgress(step=step, table=table.name, rows=rows, total=total))
+    report(MigrationProgress(step=step, table=table.name, rows=rows, total=total))

@@ -6,7 +6,7 @@ a queue has few of them, so hardly any run would succeed at the first attempt. S
 not change take a `Tx.lock` instead. A few workers with a connection each take waiting scripts; under load one runs
 several in one transaction, which share its round trips and its flush (group commit).
 
-If the connection breaks during a commit, `commit_markers` finds out whether it took place; a caller is told that
+If the connection breaks during a commit, `CommitMarkers` determine whether it took place; a caller is told that
 nothing happened only if that is certain. No session state is used, so PgBouncer in transaction mode works.
 """
 
@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, ParamSpec, TypeVar, cast
+from collections.abc import Callable
+from time import monotonic
+from typing import ParamSpec, TypeVar
 
 from antiphon.clock import Clock
 from antiphon.errors import StoreError
-from antiphon.store import Script, Tx
-from antiphon.store.postgres.clock import SharedClock
+from antiphon.store import CommitPhase, Script, Tx, bind_script
 from antiphon.store.postgres.connection import (
     PgConnection,
     PgConnectionLost,
@@ -31,14 +31,47 @@ from antiphon.store.postgres.connection import (
 from antiphon.store.postgres.pool import WorkerPool
 from antiphon.store.postgres.schema import prepare_schema
 from antiphon.store.postgres.transaction import PgTx
-from antiphon.store.postgres.worker import BEGIN_READ_SQL, BEGIN_WRITE_SQL, BoundScript, CommitPhase, PgWorker
+from antiphon.store.postgres.worker import BEGIN_READ_SQL, BEGIN_WRITE_SQL, PgWorker
+from antiphon.store.queries import Query
 
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-CLOCK_SYNC_INTERVAL_SECONDS = 10.0  # seconds between reads of the database's clock
+CLOCK_SYNC_INTERVAL_SECONDS = 10.0
+CLOCK_SAMPLES = 3
+MAX_ROUND_TRIP_SECONDS = 0.5  # of a usable clock sample, which is uncertain by half of it
+_NOW_QUERY = Query(
+    "clock.now", "SELECT CAST(extract(epoch FROM clock_timestamp()) AS DOUBLE PRECISION) AS seconds"
+)
+
+
+class SharedClock:
+    """The database's clock, extrapolated with the local monotonic clock. It never goes back and ignores wall clocks."""
+
+    def __init__(self) -> None:
+        self._offset: float | None = None
+        self._last = 0
+
+    def now(self) -> int:
+        self._last = max(self._last, round((monotonic() + (self._offset or 0.0)) * 1000))
+        return self._last
+
+    async def synchronize(self, tx: Tx) -> None:
+        """Reads the clock several times and uses the fastest answer, since the network may stall during one."""
+        round_trip, offset = min([await _sample_clock(tx) for _ in range(CLOCK_SAMPLES)])
+        if self._offset is None or round_trip < MAX_ROUND_TRIP_SECONDS:
+            self._offset = offset
+
+
+async def _sample_clock(tx: Tx) -> tuple[float, float]:
+    """The round-trip time, and the offset of the database's clock to the local monotonic one."""
+    started = monotonic()
+    row = await tx.one(_NOW_QUERY)
+    ended = monotonic()
+    assert row is not None
+    return ended - started, row["seconds"] - (started + ended) / 2
 
 
 class PgStore:
@@ -58,12 +91,12 @@ class PgStore:
     ) -> None:
         self.identity = identity
         self._clock = clock
-        again = asyncio.Lock()
+        retry_lock = asyncio.Lock()
         self._writers = WorkerPool(
-            [PgWorker(server, BEGIN_WRITE_SQL, again, on_commit) for _ in range(writers)]
+            [PgWorker(server, BEGIN_WRITE_SQL, retry_lock, on_commit) for _ in range(writers)]
         )
-        self._readers = WorkerPool([PgWorker(server, BEGIN_READ_SQL, again) for _ in range(readers)])
-        self._watching = asyncio.create_task(self._watch_clock())
+        self._readers = WorkerPool([PgWorker(server, BEGIN_READ_SQL, retry_lock) for _ in range(readers)])
+        self._clock_task = asyncio.create_task(self._synchronize_clock())
 
     @classmethod
     async def open(
@@ -78,13 +111,13 @@ class PgStore:
         """Connects, migrates and reads the clock. `on_commit` is called around each COMMIT; crash tests kill there."""
         clock = SharedClock()
         try:
-            link = await server.open_connection()
+            connection = await server.open_connection()
             try:
-                await prepare_schema(link, migrate=migrate)
-                identity = await _load_identity(link)
-                await clock.synchronize(PgTx(link))
+                await prepare_schema(connection, migrate=migrate)
+                identity = await _load_identity(connection)
+                await clock.synchronize(PgTx(connection))
             finally:
-                await link.close()
+                await connection.close()
         except (pg.PostgresError, pg.InterfaceError, ValueError, PgConnectionLost) as error:
             raise translate_postgres_error(error, server) from error
         return cls(server, identity, clock, writers, readers, on_commit)
@@ -94,41 +127,34 @@ class PgStore:
         return self._clock
 
     async def tx(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._writers.submit(_bind_script(script, args, kwargs))
+        return await self._writers.submit(bind_script(script, args, kwargs))
 
     async def read(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._readers.submit(_bind_script(script, args, kwargs))
+        return await self._readers.submit(bind_script(script, args, kwargs))
 
     async def close(self) -> None:
         """Finishes accepted scripts, in bounded time, and closes every connection."""
-        self._watching.cancel()
+        self._clock_task.cancel()
         await asyncio.gather(
-            self._watching, self._readers.shut_down(), self._writers.shut_down(), return_exceptions=True
+            self._clock_task, self._readers.shut_down(), self._writers.shut_down(), return_exceptions=True
         )
 
-    async def _watch_clock(self) -> None:
+    async def _synchronize_clock(self) -> None:
         while True:
             await asyncio.sleep(CLOCK_SYNC_INTERVAL_SECONDS)
             try:
                 await self.read(self._clock.synchronize)
             except StoreError as error:
-                log.debug("The database's clock could not be read; it is looked at again (%s)", error)
+                log.debug("The database's clock could not be read; retrying (%s)", error)
 
 
-async def _load_identity(link: PgConnection) -> str:
+async def _load_identity(connection: PgConnection) -> str:
     """Identifies the database itself, not its contents: a copy of the rows elsewhere is another store."""
-    place: int = await link.fetchval("SELECT oid::bigint FROM pg_database WHERE datname = current_database()")
+    database: int = await connection.fetchval(
+        "SELECT oid::bigint FROM pg_database WHERE datname = current_database()"
+    )
     try:
-        cluster: int = await link.fetchval("SELECT system_identifier FROM pg_control_system()")
+        cluster: int = await connection.fetchval("SELECT system_identifier FROM pg_control_system()")
     except pg.InsufficientPrivilegeError:
-        return f"{place}"  # some hosts hide the system identifier; then `bus.namespace` has to tell deployments apart
-    return f"{cluster}-{place}"
-
-
-def _bind_script(
-    script: Callable[..., Awaitable[T]], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> BoundScript[T]:
-    def run(tx: Tx) -> Coroutine[Any, Any, T]:
-        return cast("Coroutine[Any, Any, T]", script(tx, *args, **kwargs))
-
-    return run
+        return f"{database}"  # some hosts hide the system identifier; then `bus.namespace` must distinguish deployments
+    return f"{cluster}-{database}"

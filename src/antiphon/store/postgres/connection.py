@@ -24,10 +24,10 @@ except ImportError as error:
 
 T = TypeVar("T")
 
-CONNECT_TIMEOUT_SECONDS = 10.0  # seconds to connect, or to begin a transaction
-STATEMENT_TIMEOUT_SECONDS = 30  # seconds until the server cancels a statement
-COMMAND_TIMEOUT_SECONDS = 35.0  # seconds until we give up on a server that does not answer at all
-IDLE_TRANSACTION_TIMEOUT_SECONDS = 15  # seconds until the server ends a transaction whose process is silent
+CONNECT_TIMEOUT_SECONDS = 10.0  # also to begin a transaction
+STATEMENT_TIMEOUT_SECONDS = 30  # the server cancels a statement after that
+COMMAND_TIMEOUT_SECONDS = 35.0  # a server that has not answered by then is given up
+IDLE_TRANSACTION_TIMEOUT_SECONDS = 15  # the server ends a transaction whose process is silent
 
 _HOST_PATTERN = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]*)(:\d+)?")
 
@@ -169,11 +169,11 @@ def translate_postgres_error(error: BaseException, server: PgServer) -> Antiphon
         return error
     cause = error.cause if isinstance(error, PgConnectionLost) else error
     lines = str(cause.args[0] if isinstance(cause, pg.PostgresError) else cause).splitlines()
-    said = lines[0].rstrip(".") if lines else type(cause).__name__
+    reason = lines[0].rstrip(".") if lines else type(cause).__name__
     kind, what, hint = next(
         (kind, what, hint) for classes, kind, what, hint in _ERROR_TRANSLATIONS if isinstance(cause, classes)
     )
-    return kind(what.format(server=server.display_name, said=said), hint)
+    return kind(what.format(server=server.display_name, reason=reason), hint)
 
 
 _NOTHING_KEPT_TEXT = "nothing of this request was kept"
@@ -187,19 +187,19 @@ _ERROR_TRANSLATIONS: list[tuple[tuple[type[BaseException], ...], type[StoreError
     (
         (pg.InvalidPasswordError, pg.InvalidAuthorizationSpecificationError),
         StoreError,
-        "The database {server} does not let us in ({said}).",
+        "The database {server} rejected the login ({reason}).",
         "Check the user in store.url and store.password.",
     ),
     (
         (pg.InvalidCatalogNameError,),
         StoreError,
-        "There is no database {server} ({said}).",
+        "There is no database {server} ({reason}).",
         "Create it with createdb, or correct its name in store.url.",
     ),
     (
         (pg.InsufficientPrivilegeError,),
         StoreReadOnly,
-        "The database {server} refuses this user ({said}).",
+        "The database {server} refuses this user ({reason}).",
         "Give the user the right to create and write tables in its schema.",
     ),
     (
@@ -211,56 +211,58 @@ _ERROR_TRANSLATIONS: list[tuple[tuple[type[BaseException], ...], type[StoreError
     (
         (pg.DiskFullError,),
         StoreFull,
-        "The database {server} has no room left ({said}); " + _NOTHING_KEPT_TEXT + ".",
-        "Make room on its server and try again.",
+        "The database {server} has no room left ({reason}); " + _NOTHING_KEPT_TEXT + ".",
+        "Free disk space on its server and try again.",
     ),
     (
         (pg.OutOfMemoryError,),
         StoreError,
-        "The database {server} has no memory left ({said}); " + _NOTHING_KEPT_TEXT + ".",
-        "Try again in a moment; if it stays so, give its server more.",
+        "The database {server} has no memory left ({reason}); " + _NOTHING_KEPT_TEXT + ".",
+        "Try again in a moment; if it keeps happening, give its server more memory.",
     ),
     (
         (pg.QueryCanceledError,),
         StoreError,
-        "The database {server} did not finish a statement in time ({said}); " + _NOTHING_KEPT_TEXT + ".",
-        "Try again in a moment; if it stays so, look at what its server is busy with.",
+        "The database {server} did not finish a statement in time ({reason}); " + _NOTHING_KEPT_TEXT + ".",
+        "Try again in a moment; if it keeps happening, check what its server is busy with.",
     ),
     (
         (pg.InvalidSQLStatementNameError, pg.DuplicatePreparedStatementError),
         StoreError,
-        "What stands before the database {server} mixes up prepared statements; " + _NOTHING_KEPT_TEXT + ".",
+        "A connection pooler in front of the database {server} mixes up prepared statements; "
+        + _NOTHING_KEPT_TEXT
+        + ".",
         "Set store.preparedStatements to false.",
     ),
     (
         (ssl.SSLError,),
         StoreError,
-        "No protected connection to the database {server} can be made ({said}).",
+        "A TLS connection to the database {server} could not be established ({reason}).",
         "Check store.tlsCa, the server's certificate and the host name in store.url.",
     ),
     (
         _MISUSE_ERRORS,
         StoreError,
-        "A value does not fit into the database {server} ({said}); " + _NOTHING_KEPT_TEXT + ".",
+        "A value does not fit into the database {server} ({reason}); " + _NOTHING_KEPT_TEXT + ".",
         "Run `antiphon doctor`.",
     ),
     (
         CONNECTION_ERRORS,
         StoreError,
-        "The database {server} cannot be reached ({said}).",
+        "The database {server} cannot be reached ({reason}).",
         "Check store.url and that PostgreSQL is running; " + _NOTHING_KEPT_TEXT + ".",
     ),
     (
         (pg.SerializationError, pg.DeadlockDetectedError, pg.LockNotAvailableError),
         StoreError,
-        "The database {server} was too busy with the same rows ({said}).",
+        "The database {server} had too many concurrent changes of the same rows ({reason}).",
         "Try again in a moment; " + _NOTHING_KEPT_TEXT + ".",
     ),
     ((ValueError,), *_UNREADABLE_URL),
     (
         (BaseException,),
         StoreError,
-        "The database {server} refused a statement ({said}).",
+        "The database {server} refused a statement ({reason}).",
         "Run `antiphon doctor`; " + _NOTHING_KEPT_TEXT + ".",
     ),
 ]

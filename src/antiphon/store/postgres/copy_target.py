@@ -75,7 +75,7 @@ SELECT id, CAST(words AS TSVECTOR) FROM unnest(CAST($1 AS BIGINT[]), CAST($2 AS 
 _SECRETS_TABLE = "secrets"
 """Created by every gateway on start; nothing depends on them while the database is otherwise empty."""
 _USE_EMPTY_DATABASE_HINT = (
-    "Name an empty database, such as one that createdb has just made; nothing was changed."
+    "Name an empty database, such as one just created by createdb; nothing was changed."
 )
 
 
@@ -122,8 +122,8 @@ class CopyTarget:
         found = translate_postgres_error(error, self._server)
         if found is error:
             return found
-        again = "Put that right and give the same command again: it goes on where it stopped."
-        return type(found)(found.what, again)
+        hint = "Fix that and run the same command again; it continues where it stopped."
+        return type(found)(found.what, hint)
 
     async def begin_copy(self, tables: Sequence[Table]) -> dict[str, TableProgress] | None:
         """The progress of each table that was begun, or None if the move is already finished.
@@ -135,14 +135,14 @@ class CopyTarget:
         if COPY_PROGRESS_TABLE not in names:
             if names and "schema_version" not in names:
                 raise Conflict(
-                    f"The database {self.display_name} holds tables of another program.",
+                    f"The database {self.display_name} contains tables of another program.",
                     _USE_EMPTY_DATABASE_HINT,
                 )
             if await self._has_rows(tables, names):
                 if not await self._is_current():
                     raise self.build_foreign_error()
                 return None
-        await prepare_schema(self._connection, migrate=True, moving=True)
+        await prepare_schema(self._connection, migrate=True, copying=True)
         if not await self._is_current():
             raise Conflict(
                 f"The database {self.display_name} was prepared by a newer Antiphon.",
@@ -151,18 +151,20 @@ class CopyTarget:
         await begin_exclusive(self._connection)
         if COPY_PROGRESS_TABLE not in await self._list_table_names():
             await self._start_progress(tables)
-        places = await self._load_all_progress()
+        progress = await self._load_all_progress()
         await self.commit()
-        return places
+        return progress
 
-    async def copy_batch(self, table: Table, place: TableProgress, batch: RowBatch) -> TableProgress | None:
-        """Copies rows that follow those at `place`; returns None if another process has copied them meanwhile."""
+    async def copy_batch(
+        self, table: Table, progress: TableProgress, batch: RowBatch
+    ) -> TableProgress | None:
+        """Copies rows that follow those at `progress`; returns None if another process has copied them meanwhile."""
         added = DigestSum()
         for row in batch.rows:
             added.add(compute_digest(table, row))
-        after = TableProgress(batch.last, place.sum.combine(added), place.replaced + batch.replaced)
+        after = TableProgress(batch.last, progress.sum.combine(added), progress.replaced + batch.replaced)
         await self._connection.execute("BEGIN")
-        if not await self._advance_progress(table, place, after):
+        if not await self._advance_progress(table, progress, after):
             await self._connection.execute("ROLLBACK")
             return None
         try:
@@ -179,20 +181,20 @@ class CopyTarget:
     async def load_progress(self, table: Table) -> TableProgress:
         return (await self._load_all_progress()).get(table.name, TableProgress())
 
-    async def sum_digests(self, table: Table, tell: Callable[[int], None]) -> DigestSum:
+    async def sum_digests(self, table: Table, report: Callable[[int], None]) -> DigestSum:
         """The digest sum of all rows. Digests are computed by the server, so that no row is transferred."""
-        own, digest = quote_names(*table.key), build_digest_expression(table)
+        key_columns, digest = quote_names(*table.key), build_digest_expression(table)
         numbers = ", ".join(f"${number}" for number in range(1, len(table.key) + 1))
-        head = f"SELECT {own}, {digest} AS digest FROM {quote_names(table.name)}"  # noqa: S608
-        tail = f"ORDER BY {own} LIMIT {_DIGEST_PAGE_ROWS}"
+        select = f"SELECT {key_columns}, {digest} AS digest FROM {quote_names(table.name)}"  # noqa: S608
+        order = f"ORDER BY {key_columns} LIMIT {_DIGEST_PAGE_ROWS}"
         total, last = DigestSum(), ()
         while rows := await self._connection.fetch(
-            f"{head} WHERE ({own}) > ({numbers}) {tail}" if last else f"{head} {tail}", *last
+            f"{select} WHERE ({key_columns}) > ({numbers}) {order}" if last else f"{select} {order}", *last
         ):
             for row in rows:
                 total.add(row["digest"])
             last = tuple(rows[-1][part] for part in table.key)
-            tell(total.rows)
+            report(total.rows)
         return total
 
     async def finish(self, sequences: Mapping[str, int], tables: Sequence[Table]) -> None:
@@ -231,7 +233,7 @@ class CopyTarget:
 
     def build_foreign_error(self) -> Conflict:
         return Conflict(
-            f"The database {self.display_name} already holds other sessions.", _USE_EMPTY_DATABASE_HINT
+            f"The database {self.display_name} already contains other sessions.", _USE_EMPTY_DATABASE_HINT
         )
 
     async def _start_progress(self, tables: Sequence[Table]) -> None:
@@ -262,10 +264,10 @@ class CopyTarget:
         last = msgspec.json.encode(after.last).decode()
         values = (table.name, last, after.sum.rows, f"{after.sum.digest:x}", after.replaced)
         if before.last is None:
-            done = await self._connection.execute(_INSERT_PROGRESS_SQL, *values)
+            status = await self._connection.execute(_INSERT_PROGRESS_SQL, *values)
         else:
-            done = await self._connection.execute(_UPDATE_PROGRESS_SQL, *values, before.sum.rows)
-        return done.endswith(" 1")
+            status = await self._connection.execute(_UPDATE_PROGRESS_SQL, *values, before.sum.rows)
+        return status.endswith(" 1")
 
     async def _copy_rows(self, table: Table, rows: Sequence[tuple[ColumnValue, ...]]) -> None:
         columns = table.names

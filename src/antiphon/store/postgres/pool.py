@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from antiphon.errors import StoreError, StoreUnsure
-from antiphon.store.postgres.worker import BoundScript, PgWorker, ScriptJob
+from antiphon.store import BoundScript
+from antiphon.store.postgres.worker import PgWorker, ScriptJob
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 MAX_SCRIPTS_PER_TRANSACTION = 32
-MAX_WAITING_SCRIPTS = 20_000  # scripts that may wait before new ones are refused
+MAX_WAITING_SCRIPTS = 20_000  # more are refused
 
 
 class WorkerPool:
@@ -26,12 +27,12 @@ class WorkerPool:
         self._workers = workers
         self._jobs: deque[ScriptJob] = deque()
         self._idle: deque[asyncio.Future[None]] = deque()
-        self._dismissed = False
+        self._is_closed = False
         self._tasks = [asyncio.create_task(self._run_worker(worker)) for worker in workers]
-        self._left = len(self._tasks)
+        self._running_workers = len(self._tasks)
 
     async def submit(self, run: BoundScript[T]) -> T:
-        if self._dismissed:
+        if self._is_closed:
             raise _build_closed_error()
         if len(self._jobs) >= MAX_WAITING_SCRIPTS:
             raise StoreError(
@@ -45,7 +46,7 @@ class WorkerPool:
 
     async def shut_down(self) -> None:
         """Finishes the waiting scripts, then closes the connections."""
-        self._dismissed = True
+        self._is_closed = True
         while self._idle:
             self._wake_worker()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -74,24 +75,24 @@ class WorkerPool:
             for job in jobs:
                 job.fail(
                     StoreUnsure(
-                        "The store was closed in the middle of this request.",
-                        "Whether it took place is not known.",
+                        "The store was closed during this request.",
+                        "Whether it took effect is unknown.",
                     )
                 )
             if not isinstance(error, Exception):
                 raise
-            log.exception("A transaction of the database ended in an unexpected way")
+            log.exception("A database transaction failed unexpectedly")
 
     def _retire_worker(self) -> None:
         """Ends a worker; the last one fails the scripts that are still waiting."""
-        self._left -= 1
-        if self._left == 0:
-            self._dismissed = True
+        self._running_workers -= 1
+        if self._running_workers == 0:
+            self._is_closed = True
             while self._jobs:
                 self._jobs.popleft().fail(_build_closed_error())
 
     async def _take_jobs(self) -> list[ScriptJob]:
-        while not self._jobs and not self._dismissed:
+        while not self._jobs and not self._is_closed:
             waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._idle.append(waiting)
             await waiting

@@ -24,32 +24,35 @@ _BEGIN_SQL = "BEGIN; SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0
 
 
 async def prepare_schema(
-    link: PgConnection | AsyncpgConnection, *, migrate: bool, moving: bool = False
+    connection: PgConnection | AsyncpgConnection, *, migrate: bool, copying: bool = False
 ) -> None:
     """Migrates the database, one process at a time; one with a newer schema is refused unchanged.
 
-    A database that another is being moved into is refused as well, except with `moving`.
+    A database that another is being moved into is refused as well, except with `copying`.
     """
-    if not moving and await link.fetchval("SELECT to_regclass($1)::text", COPY_PROGRESS_TABLE) is not None:
+    if (
+        not copying
+        and await connection.fetchval("SELECT to_regclass($1)::text", COPY_PROGRESS_TABLE) is not None
+    ):
         raise StoreError(
-            "Another database is being moved into this one, and that is not finished.",
-            "Give the command that moves it again: it goes on where it stopped.",
+            "Another database is being migrated into this one, and that is not finished.",
+            "Run the migration command again; it continues where it stopped.",
         )
     until = monotonic() + MIGRATION_TIMEOUT_SECONDS
-    while left := await _list_missing_migrations(link):
+    while left := await _list_missing_migrations(connection):
         if not migrate:
             present = left[0].version - 1
             raise StoreError(
                 f"The database has schema {present}, this Antiphon needs {left[-1].version}.",
                 "Start `antiphon up` once with the right to migrate it.",
             )
-        if not await _apply_next_migration(link):
+        if not await _apply_next_migration(connection):
             await _wait_for_others(until)
 
 
-async def begin_exclusive(link: PgConnection | AsyncpgConnection) -> None:
+async def begin_exclusive(connection: PgConnection | AsyncpgConnection) -> None:
     """Begins a transaction that excludes migrations by other processes; waits for theirs."""
-    await link.execute(
+    await connection.execute(
         f"{_BEGIN_SQL}; SELECT pg_advisory_xact_lock({_MIGRATION_LOCK_ID})", timeout=MIGRATION_TIMEOUT_SECONDS
     )
 
@@ -58,46 +61,48 @@ async def _wait_for_others(until: float) -> None:
     if monotonic() > until:
         raise StoreError(
             "Another process has been migrating the database for an hour.",
-            "Look for what it waits for, or end it: a migration that is cut off leaves nothing behind.",
+            "Find out what it is waiting for, or stop it: an interrupted migration changes nothing.",
         )
     await asyncio.sleep(0.1)
 
 
-async def _apply_next_migration(link: PgConnection | AsyncpgConnection) -> bool:
+async def _apply_next_migration(connection: PgConnection | AsyncpgConnection) -> bool:
     """Applies the next migration; returns False if another process is migrating or interfered."""
-    await link.execute(_BEGIN_SQL)
+    await connection.execute(_BEGIN_SQL)
     try:
-        mine = await link.fetchval(f"SELECT pg_try_advisory_xact_lock({_MIGRATION_LOCK_ID})")
-        if mine and (left := await _list_missing_migrations(link)):
+        mine = await connection.fetchval(f"SELECT pg_try_advisory_xact_lock({_MIGRATION_LOCK_ID})")
+        if mine and (left := await _list_missing_migrations(connection)):
             log.info("Bringing the database to schema %d", left[0].version)
-            await _apply_migration(link, left[0])
-        await link.execute("COMMIT")
+            await _apply_migration(connection, left[0])
+        await connection.execute("COMMIT")
     except pg.DeadlockDetectedError:  # with a process that is using the database
-        await link.execute("ROLLBACK")
+        await connection.execute("ROLLBACK")
         return False
     return mine
 
 
-async def _list_missing_migrations(link: PgConnection | AsyncpgConnection) -> list[Migration]:
-    present, oldest = await _load_schema_versions(link)
+async def _list_missing_migrations(connection: PgConnection | AsyncpgConnection) -> list[Migration]:
+    present, oldest = await _load_schema_versions(connection)
     return select_missing_migrations(present, oldest, load_migrations("postgres"))
 
 
-async def _load_schema_versions(link: PgConnection | AsyncpgConnection) -> tuple[int, int]:
+async def _load_schema_versions(connection: PgConnection | AsyncpgConnection) -> tuple[int, int]:
     """The current schema version, and the oldest version an Antiphon must know to use it."""
-    if await link.fetchval("SELECT to_regclass('schema_version')") is None:
+    if await connection.fetchval("SELECT to_regclass('schema_version')") is None:
         return 0, 0
-    row = await link.fetchrow("SELECT version, oldest FROM schema_version")
+    row = await connection.fetchrow("SELECT version, oldest FROM schema_version")
     return (row["version"], row["oldest"]) if row else (0, 0)
 
 
-async def _apply_migration(link: PgConnection | AsyncpgConnection, migration: Migration) -> None:
+async def _apply_migration(connection: PgConnection | AsyncpgConnection, migration: Migration) -> None:
     if migration.version == 1:
-        await link.execute("CREATE TABLE schema_version (version INTEGER NOT NULL, oldest INTEGER NOT NULL)")
-        await link.execute("INSERT INTO schema_version (version, oldest) VALUES (0, 0)")
+        await connection.execute(
+            "CREATE TABLE schema_version (version INTEGER NOT NULL, oldest INTEGER NOT NULL)"
+        )
+        await connection.execute("INSERT INTO schema_version (version, oldest) VALUES (0, 0)")
     for statement in migration.split_statements():
-        await link.execute(statement, timeout=MIGRATION_TIMEOUT_SECONDS)
-    await link.execute(
+        await connection.execute(statement, timeout=MIGRATION_TIMEOUT_SECONDS)
+    await connection.execute(
         "UPDATE schema_version SET version = $1, oldest = $2",
         migration.version,
         migration.oldest_compatible_version,

@@ -20,23 +20,23 @@ _LOCK_ROW_SQL = "UPDATE turnstiles SET passed = passed + 1 WHERE id = $1"
 class PgTx:
     """A transaction on one connection."""
 
-    def __init__(self, link: PgConnection, *, writes: bool = False) -> None:
-        self._link = link
+    def __init__(self, connection: PgConnection, *, writes: bool = False) -> None:
+        self._connection = connection
         self._writes = writes
         self.is_waiting = False
         """Whether a statement is waiting for the database's answer."""
 
     async def one(self, query: Query, /, **params: Param) -> Row | None:
         text, values = _translate_query(query, params)
-        return await self._await_answer(self._link.fetchrow(text, *values))
+        return await self._await_answer(self._connection.fetchrow(text, *values))
 
     async def all(self, query: Query, /, **params: Param) -> list[Row]:
         text, values = _translate_query(query, params)
-        return await self._await_answer(self._link.fetch(text, *values))
+        return await self._await_answer(self._connection.fetch(text, *values))
 
     async def do(self, query: Query, /, **params: Param) -> int:
         text, values = _translate_query(query, params)
-        status = await self._await_answer(self._link.execute(text, *values))
+        status = await self._await_answer(self._connection.execute(text, *values))
         changed = status.rpartition(" ")[2]
         return int(changed) if changed.isdigit() else 0
 
@@ -44,7 +44,9 @@ class PgTx:
         # Not an advisory lock: after waiting for one, a script would continue on its old snapshot. Of two
         # transactions that change a row, the second is run again.
         if self._writes:
-            await self._await_answer(self._link.execute(_LOCK_ROW_SQL, crc32(name.encode()) % LOCK_ROWS))
+            await self._await_answer(
+                self._connection.execute(_LOCK_ROW_SQL, crc32(name.encode()) % LOCK_ROWS)
+            )
 
     async def _await_answer(self, asked: Awaitable[T]) -> T:
         self.is_waiting = True

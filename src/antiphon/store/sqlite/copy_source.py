@@ -17,7 +17,7 @@ from typing import Self, cast
 import msgspec
 
 from antiphon.errors import StoreDamaged
-from antiphon.store.sqlite.store import check_file
+from antiphon.store.sqlite.database_file import check_file
 from antiphon.store.table_digests import (
     NUL_CHARACTER,
     NUL_REPLACEMENT,
@@ -113,23 +113,23 @@ class CopySource:
         """The next rows, or None if all have been read."""
         rows: list[tuple[ColumnValue, ...]] = []
         size = replaced = 0
-        found: Sequence[ColumnValue] = ()
+        latest: Sequence[ColumnValue] = ()
         with self._translate_read_errors() as connection:
             for row in connection.execute(_build_select(table, ">", last), last or ()):
-                found = row
+                latest = row
                 texts = [value for value in row if isinstance(value, str)]
                 size += sum(map(len, texts))
                 replaced += sum(NUL_CHARACTER in text for text in texts)
                 rows.append(_replace_nul_characters(row))
                 if len(rows) >= BATCH_ROWS or size >= BATCH_BYTES:
                     break
-        return RowBatch(rows, table.get_key(found), replaced) if rows else None
+        return RowBatch(rows, table.get_key(latest), replaced) if rows else None
 
-    def sum_digests(self, table: Table, upto: RowKey | None = None) -> DigestSum:
+    def sum_digests(self, table: Table, last: RowKey | None = None) -> DigestSum:
         """The digest sum of all rows, or of those up to a key."""
         total = DigestSum()
         with self._translate_read_errors() as connection:
-            for row in connection.execute(_build_select(table, "<=", upto), upto or ()):
+            for row in connection.execute(_build_select(table, "<=", last), last or ()):
                 total.add(compute_digest(table, _replace_nul_characters(row)))
         return total
 
@@ -150,7 +150,7 @@ def _load_table(connection: sqlite3.Connection, name: str) -> Table:
     found = connection.execute(
         "SELECT name, type, pk FROM pragma_table_info(?) ORDER BY cid", (name,)
     ).fetchall()
-    key = sorted((place, column) for column, _, place in found if place)
+    key = sorted((position, column) for column, _, position in found if position)
     return Table(
         name,
         tuple(Column(column, _KINDS_BY_SQL_TYPE[kind]) for column, kind, _ in found),
@@ -165,9 +165,9 @@ def _list_referenced_tables(connection: sqlite3.Connection, name: str) -> set[st
 
 
 def _build_select(table: Table, relation: str, key: RowKey | None) -> str:
-    columns, own = quote_names(*table.names), quote_names(*table.key)
-    where = f"WHERE ({own}) {relation} ({', '.join('?' * len(key))})" if key else ""
-    return f"SELECT {columns} FROM {quote_names(table.name)} {where} ORDER BY {own}"  # noqa: S608
+    columns, key_columns = quote_names(*table.names), quote_names(*table.key)
+    where = f"WHERE ({key_columns}) {relation} ({', '.join('?' * len(key))})" if key else ""
+    return f"SELECT {columns} FROM {quote_names(table.name)} {where} ORDER BY {key_columns}"  # noqa: S608
 
 
 def _replace_nul_characters(row: Sequence[ColumnValue]) -> tuple[ColumnValue, ...]:

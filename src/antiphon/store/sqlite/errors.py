@@ -1,10 +1,9 @@
-"""Translates SQLite errors: what is wrong, whether it persists, and what to do about it."""
+"""Translates SQLite errors, and tracks whether the store can write."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import shutil
 import sqlite3
 import time
@@ -15,10 +14,8 @@ from antiphon.store import STORE_TROUBLE_LOGGER
 
 log = logging.getLogger(STORE_TROUBLE_LOGGER)
 
-FileIdentity = tuple[int, int]  # device and inode
-
-RECOVERY_QUIET_SECONDS = 60.0  # seconds without a failure after which a recurring problem counts as over
-MIN_FREE_DISK_BYTES = 64 * 2**10  # bytes; half is for the index of the log, which reading needs
+RECOVERY_QUIET_SECONDS = 60.0  # without a failure until a recurring problem counts as over
+MIN_FREE_DISK_BYTES = 64 * 2**10  # half of it for the index of the log, which reading needs
 _DISK_FULL_TEXT = "There is no room left for the database"
 _NOTHING_KEPT_TEXT = "nothing of this request was kept"
 _NOT_WRITABLE_CODES = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM}
@@ -36,7 +33,7 @@ def build_damaged_error(path: Path, reason: str) -> StoreDamaged:
     reason = reason.splitlines()[-1]  # the output of SQLite's check starts with headings
     return StoreDamaged(
         f"The database {str(path)!r} is damaged ({reason}).",
-        "Restore a backup, or move the file away to start afresh; nothing was changed.",
+        "Restore a backup, or move the file away to start over; nothing was changed.",
         path=str(path),
     )
 
@@ -56,11 +53,11 @@ def translate_sqlite_error(error: sqlite3.Error, path: Path, *, reading: bool = 
     if primary == sqlite3.SQLITE_IOERR:
         return StoreError(
             f"The database {str(path)!r} cannot be read or written ({error}).",
-            f"Look at the disk it is on and at its limits; {_NOTHING_KEPT_TEXT}.",
+            f"Check its disk and limits; {_NOTHING_KEPT_TEXT}.",
         )
     return StoreError(
         f"The database {str(path)!r} refused a statement ({error}).",
-        f"Try again, and report it if it stays so; {_NOTHING_KEPT_TEXT}.",
+        f"Try again, and report it if it keeps happening; {_NOTHING_KEPT_TEXT}.",
     )
 
 
@@ -68,7 +65,7 @@ def build_unopened_error(reason: str, path: Path, *, reading: bool = False) -> S
     if reading:
         return StoreError(
             f"The database {str(path)!r} cannot be opened for reading ({reason}).",
-            "Give this user access to the file and its directory, look at the limit of open files, and try again.",
+            "Give this user access to the file and its directory, check the limit of open files, and try again.",
         )
     return StoreReadOnly(
         f"The database {str(path)!r} cannot be opened for writing ({reason}).",
@@ -86,49 +83,6 @@ def build_replaced_error(path: Path) -> StoreReplaced:
         "Put the right file there, then restart Antiphon; docs/operating.md says how to save what was written.",
         path=str(path),
     )
-
-
-class OpenedFiles:
-    """The database and its log as they were opened, for comparison with the files now at their paths.
-
-    An open file keeps its inode, so no other file can have the same number. If a path cannot be examined (no access, or
-    a network that does not answer), that proves nothing: then SQLite's own errors decide.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._database = os.fspath(path)
-        self._log = f"{self._database}-wal"
-        self._opened_database = _identify(self._database)
-        self._opened_log: FileIdentity | None = None
-
-    def note_log(self) -> None:
-        """Records the log file, which SQLite creates after the database is opened."""
-        self._opened_log = _identify(self._log)
-
-    def are_replaced(self) -> bool:
-        return not (_is_at(self._opened_database, self._database) and _is_at(self._opened_log, self._log))
-
-    def has_foreign_log(self) -> bool:
-        """Whether closing would delete another database's log: SQLite deletes it by path."""
-        found = _identify(self._log)
-        return found is not None and found != self._opened_log
-
-
-def _identify(path: str) -> FileIdentity | None:
-    try:
-        found = os.stat(path)  # noqa: PTH116 - twice per commit
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-def _is_at(opened: FileIdentity | None, path: str) -> bool:
-    try:
-        return _identify(path) == opened
-    except NotADirectoryError:
-        return False
-    except OSError:
-        return True
 
 
 def is_disk_full(path: Path) -> bool:
@@ -157,28 +111,28 @@ class StoreHealth:
     def __init__(self, path: Path) -> None:
         self.trouble: StoreError | None = None
         self._path = path
-        self._failed = self._mended = -math.inf
-        self._returned = False
+        self._failed_at = self._recovered_at = -math.inf
+        self._is_recurring = False
 
-    def record_commit(self, error: BaseException | None, *, kept: bool) -> None:
-        """Updates the state by the outcome of a commit; an empty commit (`kept` False) proves nothing."""
+    def record_commit(self, error: BaseException | None, *, changed: bool) -> None:
+        """Updates the state by the outcome of a commit; an empty commit (`changed` False) proves nothing."""
         if isinstance(self.trouble, StoreReplaced):
             return  # until a restart
         if isinstance(error, StoreReplaced):
             self._record_failure(error)
         elif isinstance(error, sqlite3.Error):
             self._record_failure(translate_sqlite_error(error, self._path))
-        elif self.trouble and kept and self._is_over(self.trouble):
+        elif self.trouble and changed and self._is_over(self.trouble):
             self.trouble = None
-            self._mended = time.monotonic()
-            log.warning("The database can be written again, and everything goes on.")
+            self._recovered_at = time.monotonic()
+            log.warning("The database is writable again")
 
     def _record_failure(self, trouble: StoreError) -> None:
         now = time.monotonic()
         if self.trouble is None or isinstance(trouble, StoreReplaced):
-            self._returned = now - self._mended < RECOVERY_QUIET_SECONDS
+            self._is_recurring = now - self._recovered_at < RECOVERY_QUIET_SECONDS
             log.error("%s", _format_trouble(trouble))
-        self.trouble, self._failed = trouble, now
+        self.trouble, self._failed_at = trouble, now
 
     def _is_over(self, trouble: StoreError) -> bool:
         """Whether a successful commit ends the trouble; a small one may fit where a larger one does not.
@@ -187,11 +141,11 @@ class StoreHealth:
         """
         if isinstance(trouble, StoreDamaged) or (isinstance(trouble, StoreFull) and is_disk_full(self._path)):
             return False
-        return not self._returned or time.monotonic() - self._failed >= RECOVERY_QUIET_SECONDS
+        return not self._is_recurring or time.monotonic() - self._failed_at >= RECOVERY_QUIET_SECONDS
 
 
 def _format_trouble(trouble: StoreError) -> str:
     """The text for the log, where no request has failed."""
     if isinstance(trouble, StoreFull):
-        return f"{_DISK_FULL_TEXT}; what is under way goes on when there is."
+        return f"{_DISK_FULL_TEXT}; work continues once space is freed."
     return f"{trouble.what} {trouble.hint}"

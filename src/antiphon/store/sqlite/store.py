@@ -12,50 +12,41 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
 from antiphon.clock import Clock, SystemClock
-from antiphon.errors import AntiphonError, StoreDamaged, StoreError, StoreFull, StoreReadOnly, StoreReplaced
-from antiphon.paths import is_writable
-from antiphon.store import Param, Row, Script, Tx
-from antiphon.store.migrations import is_current, migrate
+from antiphon.errors import AntiphonError, StoreError, StoreFull, StoreReadOnly, StoreReplaced
+from antiphon.store import BoundScript, CommitPhase, Param, Row, Script, bind_script
 from antiphon.store.queries import Query
-from antiphon.store.sqlite.errors import (
-    NO_LOG_CODES,
-    NO_LOG_INDEX_CODES,
+from antiphon.store.sqlite.database_file import (
+    BUSY_TIMEOUT_SECONDS,
     OpenedFiles,
+    check_readable,
+    open_reader,
+    open_writer,
+)
+from antiphon.store.sqlite.errors import (
     StoreHealth,
-    build_damaged_error,
     build_full_error,
     build_replaced_error,
-    build_unopened_error,
     is_lasting_error,
     translate_sqlite_error,
 )
-from antiphon.store.statedir import READ_ONLY_ERRNOS, StateDir, translate_os_error
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-APPLICATION_ID = 0x414E5450  # "ANTP": marks the file as Antiphon's
-MAX_SCRIPTS_PER_COMMIT = 256  # scripts per commit; bounds how long the first one waits for the last
-MAX_WAITING_SCRIPTS = 20_000  # scripts that may wait for the writer before new ones are refused
-MAX_READS_PER_SNAPSHOT = 8  # reads that share a snapshot; a slow one delays no more than these
-MIN_SQLITE_VERSION = (3, 37, 0)  # RETURNING, pragma_table_list
-MAX_CHECKED_AT_OPEN_BYTES = (
-    32 * 2**20
-)  # bytes; a larger file is checked by `antiphon doctor`, not at every start
-CHECKPOINT_WAIT_SECONDS = 1.0  # seconds to wait for readers when truncating the log
-BUSY_TIMEOUT_SECONDS = 10  # seconds to wait for another process that holds the file
-CommitPhase = Literal["before", "after"]
+MAX_SCRIPTS_PER_COMMIT = 256  # bounds how long the first one waits for the last
+MAX_WAITING_SCRIPTS = 20_000  # per pool; more are refused
+MAX_READS_PER_SNAPSHOT = 8  # bounds how many reads a slow one delays
+CHECKPOINT_WAIT_SECONDS = 1.0  # for readers, when the log is truncated
 
 
 class SqliteTx:
@@ -75,18 +66,6 @@ class SqliteTx:
 
     async def lock(self, name: str) -> None:
         """Does nothing: the store has a single writer."""
-
-
-BoundScript: TypeAlias = Callable[[Tx], Coroutine[Any, Any, T]]
-
-
-def _bind_script(
-    script: Callable[..., Awaitable[T]], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> BoundScript[T]:
-    def run(tx: Tx) -> Coroutine[Any, Any, T]:
-        return cast("Coroutine[Any, Any, T]", script(tx, *args, **kwargs))
-
-    return run
 
 
 BatchHandler: TypeAlias = "Callable[[sqlite3.Connection, SqliteTx, list[_ScriptJob]], None]"
@@ -126,25 +105,25 @@ class _ThreadPool:
     def __init__(
         self,
         name: str,
-        open_: Callable[[], sqlite3.Connection],
-        work: BatchHandler,
+        open_connection: Callable[[], sqlite3.Connection],
+        handle_batch: BatchHandler,
         *,
         threads: int,
-        batch: int,
+        max_batch: int,
     ) -> None:
-        self._open = open_
-        self._work = work
-        self._batch = batch
+        self._open = open_connection
+        self._handle_batch = handle_batch
+        self._max_batch = max_batch
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[_ScriptJob | None] = queue.SimpleQueue()
         self._waiting = 0
-        self._dismissed = False
+        self._is_closed = False
         self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(threads)]
         for thread in self._threads:
             thread.start()
 
     def submit(self, run: BoundScript[T]) -> asyncio.Future[T]:
-        if self._dismissed:
+        if self._is_closed:
             raise StoreError("The store is closed.", "Open it again.")
         if self._waiting >= MAX_WAITING_SCRIPTS:
             raise StoreError(
@@ -158,7 +137,7 @@ class _ThreadPool:
 
     async def shut_down(self) -> None:
         """Finishes the waiting jobs, then ends the threads."""
-        self._dismissed = True
+        self._is_closed = True
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -166,14 +145,14 @@ class _ThreadPool:
 
     def abandon(self) -> None:
         """Takes no more jobs and leaves the connections open until the process ends."""
-        self._dismissed = True
+        self._is_closed = True
 
     def _run(self) -> None:
         connection = self._open_connection([])
         while jobs := self._take_jobs():
             connection = connection or self._open_connection(jobs)
             if connection:
-                self._work(connection, SqliteTx(connection), jobs)
+                self._handle_batch(connection, SqliteTx(connection), jobs)
             self._loop.call_soon_threadsafe(self._resolve_futures, jobs)
             jobs = []  # so that an idle thread does not keep old results in memory
         if connection:
@@ -192,7 +171,7 @@ class _ThreadPool:
         """At least one job, plus any others waiting; empty when the thread should end."""
         jobs: list[_ScriptJob] = []
         try:
-            while len(jobs) < self._batch:
+            while len(jobs) < self._max_batch:
                 job = self._jobs.get(block=not jobs)
                 if job is None:
                     if jobs:
@@ -229,7 +208,7 @@ class SqliteStore:
         on_commit: Callable[[CommitPhase], None] | None,
     ) -> None:
         self._health = StoreHealth(path)
-        self._waited = -math.inf
+        self._last_checkpoint_wait = -math.inf
         self._path = path
         self._on_commit = on_commit
         self._writer = None
@@ -240,14 +219,14 @@ class SqliteStore:
                 lambda: writer[0],
                 self._commit_batch,
                 threads=1,
-                batch=MAX_SCRIPTS_PER_COMMIT,
+                max_batch=MAX_SCRIPTS_PER_COMMIT,
             )
         self._readers = _ThreadPool(
             "antiphon-reader",
-            lambda: _open_reader(path),
+            lambda: open_reader(path),
             self._read_batch,
             threads=readers,
-            batch=MAX_READS_PER_SNAPSHOT,
+            max_batch=MAX_READS_PER_SNAPSHOT,
         )
 
     @classmethod
@@ -263,9 +242,9 @@ class SqliteStore:
         """Opens, checks and migrates the file. `on_commit` is called around each COMMIT; crash tests kill there."""
         if read_only:
             writer = None
-            await asyncio.to_thread(_check_readable, path)
+            await asyncio.to_thread(check_readable, path)
         else:
-            writer = await asyncio.to_thread(_open_writer, path, synchronous)
+            writer = await asyncio.to_thread(open_writer, path, synchronous)
         return cls(path, writer, readers, on_commit)
 
     @property
@@ -275,10 +254,10 @@ class SqliteStore:
     async def tx(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         if self._writer is None:
             raise StoreReadOnly("This store is not open for writing.", "Open it without read_only to write.")
-        return await self._writer.submit(_bind_script(script, args, kwargs))
+        return await self._writer.submit(bind_script(script, args, kwargs))
 
     async def read(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._readers.submit(_bind_script(script, args, kwargs))
+        return await self._readers.submit(bind_script(script, args, kwargs))
 
     async def close(self) -> None:
         """Finishes the waiting scripts, then closes the file."""
@@ -294,14 +273,14 @@ class SqliteStore:
 
     def _commit_batch(self, connection: sqlite3.Connection, tx: SqliteTx, jobs: list[_ScriptJob]) -> None:
         """Commits the whole batch in one transaction. Every job then has its result or its error."""
-        kept = False
+        has_changed = False
         try:
             self._check_files()
             changed = _run_batch(connection, tx, jobs)
             self._signal_commit("before")
             connection.execute("COMMIT")
             self._check_files()  # again, so that writes to a deleted file are not reported as durable
-            kept = changed
+            has_changed = changed
             self._signal_commit("after")
         except Exception as error:  # noqa: BLE001 - the writer thread must outlive any batch
             with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
@@ -314,7 +293,7 @@ class SqliteStore:
             for job in jobs:
                 job.error = job.error or error
         self._health.record_commit(
-            next(filter(is_lasting_error, (job.error for job in jobs)), None), kept=kept
+            next(filter(is_lasting_error, (job.error for job in jobs)), None), changed=has_changed
         )
         self._translate_errors(jobs)
         if any(isinstance(job.error, StoreFull) for job in jobs):
@@ -332,11 +311,11 @@ class SqliteStore:
         A full disk or readers may prevent it. It waits for readers only occasionally, since all callers wait meanwhile.
         """
         now = time.monotonic()
-        patient = now - self._waited >= 10 * CHECKPOINT_WAIT_SECONDS
-        self._waited = now if patient else self._waited
+        may_wait = now - self._last_checkpoint_wait >= 10 * CHECKPOINT_WAIT_SECONDS
+        self._last_checkpoint_wait = now if may_wait else self._last_checkpoint_wait
         with suppress(sqlite3.Error):
             connection.execute(
-                f"PRAGMA busy_timeout = {round(CHECKPOINT_WAIT_SECONDS * 1000) if patient else 0}"
+                f"PRAGMA busy_timeout = {round(CHECKPOINT_WAIT_SECONDS * 1000) if may_wait else 0}"
             )
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_SECONDS * 1000}")
@@ -406,191 +385,3 @@ def _run_job_in_savepoint(connection: sqlite3.Connection, tx: SqliteTx, job: _Sc
         connection.execute("ROLLBACK TO script")
     connection.execute("RELEASE script")
     return done and connection.total_changes > before
-
-
-def _connect(path: Path, mode: str = "rw") -> sqlite3.Connection:
-    connection = sqlite3.connect(
-        f"file:{_quote_path(path)}?mode={mode}",
-        uri=True,
-        isolation_level=None,
-        timeout=BUSY_TIMEOUT_SECONDS,
-        check_same_thread=False,
-        cached_statements=512,
-    )
-    connection.row_factory = sqlite3.Row
-    connection.execute("PRAGMA foreign_keys = ON")
-    return connection
-
-
-def _connect_reader(path: Path) -> sqlite3.Connection:
-    """Opens a connection for reading, even on a full disk or without write permission.
-
-    Readers share the index of the log with the writer, in a file that may have to be created. If there is no room for
-    it, an exclusive connection keeps the index in memory, unless another process has the database open. Without a log
-    and without permission to create one, the file is opened as immutable.
-    """
-    try:
-        with _closed_on_failure(_connect(path, "ro")) as connection:
-            _force_open(connection)
-    except sqlite3.Error as error:
-        code = getattr(error, "sqlite_errorcode", None)
-        if code in NO_LOG_CODES and _has_no_writer(path):
-            return _connect(path, "ro&immutable=1")
-        if code not in NO_LOG_INDEX_CODES:
-            raise
-        with suppress(sqlite3.Error):
-            return _connect_exclusive(path)
-        raise
-    return connection
-
-
-def _has_no_writer(path: Path) -> bool:
-    """Whether this user's file can have no writer: it has no log, and none can be created."""
-    return not is_writable(path.parent) and not path.with_name(f"{path.name}-wal").exists()
-
-
-def _connect_exclusive(path: Path) -> sqlite3.Connection:
-    with _closed_on_failure(_connect(path)) as connection:
-        connection.execute("PRAGMA busy_timeout = 0")
-        connection.execute("PRAGMA query_only = ON")
-        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-        _force_open(connection)
-    return connection
-
-
-@contextmanager
-def _closed_on_failure(connection: sqlite3.Connection) -> Generator[sqlite3.Connection]:
-    """Closes the connection on failure; otherwise the error's traceback would keep the file open."""
-    try:
-        yield connection
-    except BaseException:
-        connection.close()
-        raise
-
-
-def _force_open(connection: sqlite3.Connection) -> None:
-    """Makes SQLite open its files, which it otherwise defers to the first query."""
-    connection.execute("SELECT 1 FROM sqlite_schema").fetchone()
-
-
-def _quote_path(path: Path) -> str:
-    return str(path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
-
-
-def check_library() -> None:
-    """Checks that Python's SQLite library has the required version and features.
-
-    Raises:
-        StoreError: it does not.
-    """
-    found = sqlite3.sqlite_version_info
-    if found < MIN_SQLITE_VERSION:
-        raise StoreError(
-            f"SQLite {sqlite3.sqlite_version} is too old.",
-            f"Use a Python that comes with SQLite {'.'.join(map(str, MIN_SQLITE_VERSION[:2]))} or newer.",
-        )
-    try:
-        with closing(sqlite3.connect(":memory:")) as connection:
-            connection.executescript("SELECT json_array(1); CREATE VIRTUAL TABLE words USING fts5(word);")
-    except sqlite3.OperationalError as error:
-        raise StoreError(
-            f"SQLite {sqlite3.sqlite_version} was built without what is needed ({error}).",
-            "Use another Python, such as the one of python.org or of `uv python install`.",
-        ) from error
-
-
-def _open_writer(path: Path, synchronous: str) -> tuple[sqlite3.Connection, OpenedFiles]:
-    check_library()
-    try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    except OSError as error:
-        denied = error.errno in READ_ONLY_ERRNOS and os.path.exists(path)  # noqa: PTH110 - Path.exists may raise
-        raise (
-            build_unopened_error(str(error.strerror), path)
-            if denied
-            else translate_os_error(error, path.parent)
-        ) from error
-    files = OpenedFiles(path)
-    try:
-        with _closed_on_failure(_connect(path)) as connection:
-            ours = _is_ours(connection, path)
-            if path.stat().st_size <= MAX_CHECKED_AT_OPEN_BYTES:
-                check_integrity(connection, path, quick=True)
-            if not ours:
-                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")
-            connection.execute("PRAGMA wal_autocheckpoint = 4000")
-            connection.execute("PRAGMA journal_size_limit = 67108864")
-            migrate(connection)
-            files.note_log()
-    except sqlite3.Error as error:
-        raise translate_sqlite_error(error, path) from error
-    return connection, files
-
-
-def _open_reader(path: Path) -> sqlite3.Connection:
-    try:
-        return _connect_reader(path)
-    except sqlite3.Error as error:
-        raise translate_sqlite_error(error, path, reading=True) from error
-
-
-def check_exists(path: Path) -> None:
-    """Raises if the file is missing or empty; opening it for writing would create it."""
-    StateDir.open_unlocked(path.parent).check_readable()
-    if not path.exists() or path.stat().st_size == 0:
-        raise _build_missing_error(path)
-
-
-def _build_missing_error(path: Path) -> StoreError:
-    return StoreError(
-        f"There is no Antiphon database at {str(path)!r} yet.",
-        "Start a conversation with `antiphon chat` first.",
-    )
-
-
-def _check_readable(path: Path) -> None:
-    """Raises if the file is not Antiphon's or has another version, which a reader cannot fix."""
-    check_exists(path)
-    try:
-        with closing(_connect_reader(path)) as connection:
-            if not _is_ours(connection, path):
-                raise _build_missing_error(path)
-            if not is_current(connection):
-                raise StoreError(
-                    f"The database {str(path)!r} was written by an older Antiphon.",
-                    "Start `antiphon chat` once to bring it up to date.",
-                )
-    except sqlite3.Error as error:
-        raise translate_sqlite_error(error, path, reading=True) from error
-
-
-def _is_ours(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether the file has Antiphon's application id; False if it is empty, an error if it is another program's."""
-    owner: int = connection.execute("PRAGMA application_id").fetchone()[0]
-    tables: int = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
-    if owner != APPLICATION_ID and tables:
-        raise StoreDamaged(
-            f"The file {str(path)!r} is a database of another program.",
-            "Move it away, or choose another directory with --state-dir.",
-        )
-    return owner == APPLICATION_ID and tables > 0
-
-
-def check_integrity(connection: sqlite3.Connection, path: Path, *, quick: bool) -> None:
-    """Raises `StoreDamaged` with the first finding of SQLite's own check."""
-    pragma = "quick_check(1)" if quick else "integrity_check(1)"
-    found: str = connection.execute(f"PRAGMA {pragma}").fetchone()[0]
-    if found != "ok":
-        raise build_damaged_error(path, found)
-
-
-def check_file(path: Path) -> None:
-    """Fully checks a database that has no writer, for `antiphon doctor`."""
-    _check_readable(path)
-    with closing(_open_reader(path)) as connection:
-        try:
-            check_integrity(connection, path, quick=False)
-        except sqlite3.Error as error:
-            raise translate_sqlite_error(error, path) from error
