@@ -14,6 +14,7 @@ import pyjson5
 import pytest
 
 from antiphon.config import parse
+from antiphon.gateway.methods import METHODS_BY_NAME
 from cli.gateways import token, up
 from cli.terminal import BOUND, Program
 
@@ -87,6 +88,15 @@ def _header(text: str, known: dict[str, str]) -> tuple[str, str]:
         text = text.replace(name, value)
     name, value = text.split(": ", 1)
     return name, value
+
+
+@pytest.mark.requirement("W2")
+def test_the_protocol_page_lists_every_method_with_its_scope() -> None:
+    page = (ROOT / "docs" / "protocol.md").read_text("utf-8")
+    section = page.split("### Methods")[1].split("\n### ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    documented = {name: scope.strip() for names, scope in rows for name in re.findall(r"`([^`]+)`", names)}
+    assert documented == {name: method.scope for name, method in METHODS_BY_NAME.items()}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
