@@ -37,7 +37,8 @@ from antiphon.store import Row, Store, Tx
 from antiphon.transfers import imports, jsonl
 from antiphon.transfers import sessions_index as index
 from antiphon.transfers.exports import export_all, export_named
-from antiphon.transfers.imports import ImportReport, import_source, scan_source
+from antiphon.transfers.import_source import ImportReport, scan_source
+from antiphon.transfers.imports import import_source
 from antiphon.transfers.jsonl import TranscriptReader, format_timestamp, parse_timestamp
 from antiphon.views import ConversationView
 
@@ -258,7 +259,7 @@ async def test_exporting_everything_keeps_what_others_have_in_the_index(tmp_path
         index = json.loads(out.joinpath("sessions.json").read_text())
         assert index.pop(MAIN)["sessionId"] == row["session_id"]
         assert index == theirs
-        await export_all(store, out, ours=True)
+        await export_all(store, out, is_ours=True)
         assert set(json.loads(out.joinpath("sessions.json").read_text())) == {MAIN}
 
 
@@ -269,7 +270,7 @@ async def test_an_index_that_cannot_be_read_is_not_replaced(tmp_path: Path) -> N
     out.joinpath("sessions.json").write_text("[torn")
     async with open_store_exclusive(Config(), tmp_path) as store:
         await store.tx(_fill, MAIN, [])
-        with pytest.raises(InvalidInput, match="cannot be read"):
+        with pytest.raises(InvalidInput, match="could not be read"):
             await export_all(store, out)
     assert exported_lines(out) == {"sessions.json": ["[torn"]}
 
@@ -882,7 +883,7 @@ def test_a_directory_without_sessions_says_what_to_pass(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="SQLite"):
         scan_source(tmp_path / "v9", Config())
     folder(tmp_path / "torn", "{main: {sessionId:", {})
-    with pytest.raises(InvalidInput, match="cannot be read"):
+    with pytest.raises(InvalidInput, match="could not be read"):
         scan_source(tmp_path / "torn", Config())
 
 

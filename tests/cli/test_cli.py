@@ -509,7 +509,7 @@ def test_an_import_that_is_refused_leaves_nothing_behind(
     nothing = program.run("sessions", "import", str(folder), *arguments, "--json")
     assert (nothing.code, nothing.error["code"]) == (2, "invalid_input")
     folder.joinpath("sessions.json").write_text("{main:")
-    assert "cannot be read" in program.run("sessions", "import", str(folder), *arguments).err
+    assert "could not be read" in program.run("sessions", "import", str(folder), *arguments).err
     theirs = tmp_path / "agents" / "helper" / "sessions"
     theirs.mkdir(parents=True)
     theirs.joinpath("sessions.json").write_text("{}")

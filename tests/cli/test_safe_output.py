@@ -62,7 +62,7 @@ def test_a_summary_cannot_command_a_terminal() -> None:
 
 def test_an_imported_agent_cannot_command_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     from antiphon.cli import _sessions_transfer
-    from antiphon.transfers.imports import ImportReport
+    from antiphon.transfers.import_source import ImportReport
 
     done = ImportReport(dry_run=False)
     done.unknown_agents = [ESCAPE]

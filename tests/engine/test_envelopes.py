@@ -20,7 +20,8 @@ from antiphon.messages import AssistantMessage
 from antiphon.operations import Operations, SpawnRequest
 from antiphon.runtimes import Prompt
 from antiphon.state_access import open_store_exclusive
-from antiphon.transfers.imports import import_source, scan_source
+from antiphon.transfers.import_source import scan_source
+from antiphon.transfers.imports import import_source
 from support.agents_fixture import (
     HELPER,
     MAIN,

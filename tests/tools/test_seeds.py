@@ -22,7 +22,8 @@ from antiphon.errors import AntiphonError
 from antiphon.gateway.server import ListeningGateway, serve_gateway
 from antiphon.gateway.tokens import TokenRegistry
 from antiphon.operations import SessionPatch
-from antiphon.transfers.imports import import_source, scan_source
+from antiphon.transfers.import_source import scan_source
+from antiphon.transfers.imports import import_source
 from support.agents_fixture import (
     HELPER,
     OPEN_ACCESS,

@@ -14,7 +14,7 @@ from antiphon.cli._options import Settings, common_options
 
 if TYPE_CHECKING:
     from antiphon.transfers.exports import ExportReport
-    from antiphon.transfers.imports import ImportReport, MergedSession
+    from antiphon.transfers.import_source import ImportReport, MergedSession
 
 
 @click.command("export")
@@ -50,7 +50,7 @@ async def _export(settings: Settings, keys: Sequence[str], out: Path | None) -> 
     async with open_store_readonly(config, state_dir) as store:
         if keys:
             return await export_named(store, SessionResolver(config), directory, keys)
-        return await export_all(store, directory, ours=out is None)
+        return await export_all(store, directory, is_ours=out is None)
 
 
 @click.command("import")
@@ -75,7 +75,8 @@ async def _import(settings: Settings, directory: Path, agent: str | None, *, dry
     from antiphon.clock import SystemClock
     from antiphon.state_access import open_store_exclusive
     from antiphon.store.statedir import StateDir
-    from antiphon.transfers.imports import import_source, scan_source
+    from antiphon.transfers.import_source import scan_source
+    from antiphon.transfers.imports import import_source
 
     config, state_dir = settings.load().config, settings.paths.state_dir
     # Before the store is opened, so that a refused import leaves no state directory behind.

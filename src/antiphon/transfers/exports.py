@@ -84,48 +84,48 @@ class AtomicFile:
 
 
 async def export_named(
-    store: Store, door: SessionResolver, out: Path, references: Sequence[str]
+    store: Store, resolver: SessionResolver, out: Path, references: Sequence[str]
 ) -> ExportReport:
-    """Write the conversations that these keys, session ids or labels name, beside existing files."""
-    done = ExportReport(directory=str(out))
+    """Writes the conversations that these keys, session ids or labels name, beside existing files."""
+    report = ExportReport(directory=str(out))
     # Resolve all of them first: an unknown name is reported before anything is written.
-    rows = [await store.read(_load_named_conversation, door, reference) for reference in references]
+    rows = [await store.read(_load_named_conversation, resolver, reference) for reference in references]
     entries = _read_existing_index(out / INDEX_FILE_NAME)
     for row in rows:
-        await _export_conversation(store, row, out, done)
+        await _export_conversation(store, row, out, report)
         if row["session_id"] == row["named_session_id"]:
             entries[row["key"]] = sessions_index.build_index_entry(row)
     for key in {row["key"] for row in rows} & entries.keys():
-        told = await store.read(_load_conversation_records, key)
+        records = await store.read(_load_conversation_records, key)
         _set_conversations(
-            entries[key], [item for item in told if (out / f"{item.session_id}.jsonl").is_file()]
+            entries[key], [item for item in records if (out / f"{item.session_id}.jsonl").is_file()]
         )
     with AtomicFile(out / INDEX_FILE_NAME) as draft:
         _write_index(draft, entries)
-    return done
+    return report
 
 
-async def export_all(store: Store, out: Path, *, ours: bool = False) -> ExportReport:
-    """Write every conversation in the store, also those that `/new` ended, beside existing files.
+async def export_all(store: Store, out: Path, *, is_ours: bool = False) -> ExportReport:
+    """Writes every conversation in the store, also those that `/new` ended, beside existing files.
 
-    A directory that is `ours` is used by Antiphon only: index entries of sessions that no longer exist are left over
+    A directory that is `is_ours` is used by Antiphon only: index entries of sessions that no longer exist are left over
     from an earlier export, and are removed.
     """
-    done = ExportReport(directory=str(out))
-    entries = {} if ours else _read_existing_index(out / INDEX_FILE_NAME)
-    told: dict[str, list[ConversationRecord]] = {}
+    report = ExportReport(directory=str(out))
+    entries = {} if is_ours else _read_existing_index(out / INDEX_FILE_NAME)
+    records: dict[str, list[ConversationRecord]] = {}
     with AtomicFile(out / INDEX_FILE_NAME) as draft:
         async for row in _iterate_conversations(store):
-            await _export_conversation(store, row, out, done)
-            told.setdefault(row["key"], []).append(ConversationRecord(row["named_session_id"]))
+            await _export_conversation(store, row, out, report)
+            records.setdefault(row["key"], []).append(ConversationRecord(row["named_session_id"]))
             if row["session_id"] == row["named_session_id"]:
                 entries[row["key"]] = sessions_index.build_index_entry(row)
-        for key, items in told.items():
+        for key, items in records.items():
             if len(items) > 1 and key in entries:
                 known = {item.session_id: item for item in await store.read(_load_conversation_records, key)}
                 _set_conversations(entries[key], [known.get(item.session_id, item) for item in items])
         _write_index(draft, entries)
-    return done
+    return report
 
 
 def _set_conversations(entry: dict[str, Any], conversations: list[ConversationRecord]) -> None:
@@ -134,33 +134,34 @@ def _set_conversations(entry: dict[str, Any], conversations: list[ConversationRe
 
 
 async def _load_conversation_records(tx: Tx, key: str) -> list[ConversationRecord]:
-    """Return the conversations of a key, oldest first."""
+    """Returns the conversations of a key, oldest first."""
     row = await session_rows.find_session(tx, keys.parse(key), None)
     rows = await session_rows.list_transcripts(tx, row) if row else []
     return [ConversationRecord(row["session_id"], row["reason"], row["ended_at"]) for row in reversed(rows)]
 
 
-async def _export_conversation(store: Store, row: Row, out: Path, done: ExportReport) -> None:
+async def _export_conversation(store: Store, row: Row, out: Path, report: ExportReport) -> None:
     session_id = row["named_session_id"]
     if not SESSION_ID_PATTERN.fullmatch(session_id):
         raise InvalidInput(
-            f"The session id {session_id!r} cannot be the name of a file.",
+            f"The session id {session_id!r} cannot be a file name.",
             "Start a new conversation under that key with /new, and export that.",
         )
-    cwd = sessions_index.parse_extra(row).get("cwd")
     with AtomicFile(out / f"{session_id}.jsonl") as draft:
-        draft.write(jsonl.encode_header(session_id, row["started_at"], cwd if isinstance(cwd, str) else ""))
+        draft.write(
+            jsonl.encode_header(session_id, row["started_at"], sessions_index.get_working_directory(row))
+        )
         parent: str | None = None
         async for entry in _iterate_entries(store, row["named_transcript"]):
-            kept = await _find_first_kept_entry(store, row["named_transcript"], entry)
-            line = jsonl.encode_entry(entry, parent, kept)
+            first_kept = await _find_first_kept_entry(store, row["named_transcript"], entry)
+            line = jsonl.encode_entry(entry, parent, first_kept)
             if line is None:
-                done.damaged += 1
+                report.damaged += 1
                 continue
             draft.write(line)
             parent = entry.id
-            done.messages += 1
-    done.files += 1
+            report.messages += 1
+    report.files += 1
 
 
 async def _iterate_entries(store: Store, transcript: int) -> AsyncIterator[Entry]:
@@ -191,8 +192,8 @@ async def _load_conversations_after(tx: Tx, after: int) -> list[Row]:
     return await tx.all(SQL.conversations, after=after, limit=EXPORTED_ROWS_PER_PAGE)
 
 
-async def _load_named_conversation(tx: Tx, door: SessionResolver, reference: str) -> Row:
-    found = await door.open(tx, Caller.operator(), "read", reference)
+async def _load_named_conversation(tx: Tx, resolver: SessionResolver, reference: str) -> Row:
+    found = await resolver.open(tx, Caller.operator(), "read", reference)
     transcript, _ = session_rows.get_named_transcript(found)
     row = await tx.one(SQL.conversation, transcript=transcript)
     assert row is not None
@@ -216,7 +217,7 @@ def _read_existing_index(path: Path) -> dict[str, dict[str, Any]]:
         return {}
     except (OSError, msgspec.MsgspecError) as error:
         raise InvalidInput(
-            f"{str(path)!r} is there already and cannot be read ({error}).",
+            f"{str(path)!r} already exists and could not be read ({error}).",
             "Move it away, or choose another directory with --out.",
         ) from error
 
@@ -235,7 +236,7 @@ def _encode_member(key: str, entry: dict[str, Any]) -> bytes:
 
 def _build_write_error(error: OSError, path: Path) -> StoreError:
     return StoreError(
-        f"{str(path)!r} cannot be written ({os.strerror(error.errno or 0)}).",
+        f"{str(path)!r} could not be written ({os.strerror(error.errno or 0)}).",
         "Free some space or give this user write access, or choose another directory with --out.",
         path=str(path),
     )

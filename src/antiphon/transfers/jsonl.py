@@ -31,7 +31,7 @@ LineSource: TypeAlias = Callable[[], Iterable[bytes]]
 
 
 def format_timestamp(ms: int) -> str:
-    """Format milliseconds since the epoch as the file format writes them."""
+    """Formats milliseconds since the epoch as the file format writes them."""
     ms = min(max(ms, 0), _MAX_TIMESTAMP_MILLISECONDS)
     return f"{_format_second(ms // 1000)}.{ms % 1000:03d}Z"
 
@@ -42,15 +42,15 @@ def _format_second(seconds: int) -> str:
 
 
 def parse_timestamp(value: object) -> int | None:
-    """Return milliseconds since the epoch from a number or an ISO 8601 text, or None."""
+    """Returns milliseconds since the epoch from a number or an ISO 8601 text, or None."""
     if isinstance(value, bool):
         return None
     if isinstance(value, str):
         try:
-            read = datetime.fromisoformat(value)
+            parsed = datetime.fromisoformat(value)
         except ValueError:
             return None
-        value = (read.replace(tzinfo=read.tzinfo or UTC) - _UNIX_EPOCH) // timedelta(milliseconds=1)
+        value = (parsed.replace(tzinfo=parsed.tzinfo or UTC) - _UNIX_EPOCH) // timedelta(milliseconds=1)
     if not isinstance(value, int | float):
         return None
     return int(value) if 0 <= value <= _MAX_TIMESTAMP_MILLISECONDS else None
@@ -63,15 +63,15 @@ def encode_header(session_id: str, started_at: int, cwd: str) -> bytes:
 
 
 def encode_entry(entry: Entry, parent: str | None, first_kept: str | None = None) -> bytes | None:
-    """Encode one stored entry; None if the stored body is not JSON. `first_kept` is for compactions."""
+    """Encodes one stored entry; None if the stored body is not JSON. `first_kept` is for compactions."""
     at = format_timestamp(entry.created_at)
     if entry.role != COMPACTION_TYPE:
         if not _is_object(entry.body):
             return None
-        said = _MessageLine(
+        line = _MessageLine(
             "message", entry.id, parent, at, msgspec.Raw(_put_on_one_line(entry.body).encode())
         )
-        return msgspec.json.encode(said) + b"\n"
+        return msgspec.json.encode(line) + b"\n"
     body = parse_object(entry.body)
     if body is None:
         return None
@@ -89,13 +89,13 @@ def encode_entry(entry: Entry, parent: str | None, first_kept: str | None = None
 
 
 def get_first_kept_seq(entry: Entry) -> int | None:
-    """Return the number of the first entry that a compaction kept."""
+    """Returns the number of the first entry that a compaction kept."""
     seq = (parse_object(entry.body) or {}).get("firstKeptSeq") if entry.role == COMPACTION_TYPE else None
     return seq if isinstance(seq, int) else None
 
 
 def parse_object(text: str | bytes) -> dict[str, Any] | None:
-    """Parse a JSON object; None if it is not one."""
+    """Parses a JSON object; None if it is not one."""
     try:
         found: object = msgspec.json.decode(text)
     except (ValueError, RecursionError):
@@ -150,11 +150,11 @@ class TranscriptReader:
         self.started_at: int | None = None
         self.cwd: str | None = None
         self._lines = lines
-        self._kept: set[str] = set()
+        self._first_kept_ids: set[str] = set()
         self._branch = self._find_branch()
 
     def iterate_entries(self) -> Iterator[Entry]:
-        """Yield the conversation that ends in the file's last entry, numbered from 1."""
+        """Yields the conversation that ends in the file's last entry, numbered from 1."""
         seqs: dict[str, int] = {}
         seq, at = 0, self.started_at or 0
         for number, raw in enumerate(self._lines()):
@@ -162,7 +162,7 @@ class TranscriptReader:
                 continue
             found, raw = _decode_line(raw)  # noqa: PLW2901
             at = parse_timestamp(found.timestamp) or at
-            if found.id in self._kept:
+            if found.id in self._first_kept_ids:
                 seqs[found.id] = seq + 1
             entry = self._build_entry(found, raw, seq + 1, at, seqs)
             if entry is not None:
@@ -170,25 +170,27 @@ class TranscriptReader:
                 yield entry
 
     def _find_branch(self) -> set[int]:
-        """Return the numbers of the lines on the path from the last entry to its root."""
+        """Returns the numbers of the lines on the path from the last entry to its root."""
         numbers: list[int] = []
         parents: list[int] = []
-        places: dict[str, int] = {}
+        index_by_id: dict[str, int] = {}
         for number, raw in enumerate(self._lines()):
             found = self._decode_or_count(raw)
             if found is None:
                 continue
             if found.type == "session":
-                self._take_header(found)
+                self._read_header(found)
                 continue
             # A missing parent was on a damaged line: the preceding entry replaces it.
-            before = len(parents) - 1
-            known = places.get(found.parent_id, before) if isinstance(found.parent_id, str) else before
+            preceding = len(parents) - 1
+            known = (
+                index_by_id.get(found.parent_id, preceding) if isinstance(found.parent_id, str) else preceding
+            )
             parents.append(-1 if found.parent_id is None else known)
             if found.id:
-                places[found.id] = len(numbers)
+                index_by_id[found.id] = len(numbers)
             if found.first_kept_entry_id:
-                self._kept.add(found.first_kept_entry_id)
+                self._first_kept_ids.add(found.first_kept_entry_id)
             numbers.append(number)
         return _trace_ancestry(numbers, parents)
 
@@ -201,7 +203,7 @@ class TranscriptReader:
             self.damaged += 1
             return None
 
-    def _take_header(self, found: _EntryLine) -> None:
+    def _read_header(self, found: _EntryLine) -> None:
         self.started_at = parse_timestamp(found.timestamp)
         self.cwd = found.cwd
 
@@ -210,11 +212,11 @@ class TranscriptReader:
     ) -> Entry | None:
         name = (found.id or f"{seq:08x}")[:128]
         if found.type == "message":
-            said = _parse_message(bytes(found.message), at)
-            if said is None:
+            message = _parse_message(bytes(found.message), at)
+            if message is None:
                 self.damaged += 1
                 return None
-            return Entry(seq, name, said[0], said[1], at or said[2])
+            return Entry(seq, name, message[0], message[1], at or message[2])
         if found.type == COMPACTION_TYPE:
             kept = seqs.get(found.first_kept_entry_id or "", seq)
             return Entry(seq, name, COMPACTION_TYPE, _build_summary_body(raw, kept, at), at)
@@ -223,7 +225,7 @@ class TranscriptReader:
 
 
 def _decode_line(raw: bytes) -> tuple[_EntryLine, bytes]:
-    """Decode a line, with unpaired surrogates replaced: programs that cut UTF-16 texts leave them behind.
+    """Decodes a line, with unpaired surrogates replaced: programs that cut UTF-16 texts leave them behind.
 
     Raises:
         ValueError: the line is not an entry.
@@ -233,21 +235,21 @@ def _decode_line(raw: bytes) -> tuple[_EntryLine, bytes]:
     except msgspec.ValidationError:
         raise
     except msgspec.DecodeError:
-        whole = replace_lone_surrogates(raw)
-        return _decoder.decode(whole), whole
+        repaired_line = replace_lone_surrogates(raw)
+        return _decoder.decode(repaired_line), repaired_line
 
 
 def _trace_ancestry(numbers: list[int], parents: list[int]) -> set[int]:
     branch: set[int] = set()
-    place = len(numbers) - 1
-    while place >= 0:  # a parent precedes its child, so this ends
-        branch.add(numbers[place])
-        place = parents[place]
+    index = len(numbers) - 1
+    while index >= 0:  # a parent precedes its child, so this ends
+        branch.add(numbers[index])
+        index = parents[index]
     return branch
 
 
 def _parse_message(raw: bytes, at: int) -> tuple[str, str, int] | None:
-    """Return role, body and time of a message; the body is repaired only if that makes it readable."""
+    """Returns role, body and time of a message; the body is repaired only if that makes it readable."""
     body = parse_object(raw)
     role = body.get("role") if body else None
     if (
@@ -257,12 +259,12 @@ def _parse_message(raw: bytes, at: int) -> tuple[str, str, int] | None:
         or role == COMPACTION_TYPE
     ):
         return None
-    said_at = parse_timestamp(body.get("timestamp")) or 0
+    sent_at = parse_timestamp(body.get("timestamp")) or 0
     text = raw.decode()
     if not _is_readable(text):
-        mended = msgspec.json.encode(_repair_message(body, role, said_at or at)).decode()
-        text = mended if _is_readable(mended) else text
-    return role, text, said_at
+        repaired = msgspec.json.encode(_repair_message(body, role, sent_at or at)).decode()
+        text = repaired if _is_readable(repaired) else text
+    return role, text, sent_at
 
 
 def _is_readable(text: str) -> bool:
@@ -274,13 +276,13 @@ def _is_readable(text: str) -> bool:
 
 
 def _repair_message(body: dict[str, Any], role: str, at: int) -> dict[str, Any]:
-    """Add what older writers left out: a time, blocks instead of bare text, a tool's name."""
-    mended = {**body, "timestamp": at}
+    """Adds what older writers left out: a time, blocks instead of bare text, a tool's name."""
+    repaired = {**body, "timestamp": at}
     if role != "user" and isinstance(body.get("content"), str):
-        mended["content"] = [{"type": "text", "text": body["content"]}]
+        repaired["content"] = [{"type": "text", "text": body["content"]}]
     if role == "toolResult":
-        mended.setdefault("toolName", "unknown")
-    return mended
+        repaired.setdefault("toolName", "unknown")
+    return repaired
 
 
 def _build_summary_body(raw: bytes, first_kept: int, at: int) -> str:

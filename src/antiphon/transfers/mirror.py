@@ -2,7 +2,7 @@
 
 The files are a derived copy, written shortly after the commits and never read back. Changes of about one second are
 read together and appended in a thread, so a slow disk delays only the mirror. A view that needs a missing file has it
-written first (`TranscriptFiles`). After dropped events, the rows tell what may have changed; files that are missing or
+written first (`TranscriptFiles`). After dropped events, the rows show what may have changed; files that are missing or
 older than their session, after a crash or an import, are rewritten one after the other.
 
 A session deleted from the store is deleted here too, even if an export wrote the file. This follows the record of
@@ -38,7 +38,7 @@ from antiphon.transfers.exports import SQL, AtomicFile, find_entry_at
 
 log = logging.getLogger(__name__)
 
-WRITE_DELAY_SECONDS = 1.0  # how long a change may wait for others to be written with it
+WRITE_DELAY_SECONDS = 1.0  # collects changes that are written together
 EVENT_POLL_SECONDS = 0.05  # interval for draining events; waking up on every event would slow down each turn
 CLOCK_MARGIN_MILLISECONDS = 10_000  # how far a row's time may be behind its event
 MIRRORED_ROWS_PER_PAGE = 200
@@ -63,7 +63,7 @@ class _PendingEntries(NamedTuple):
     header: bytes
     """Empty if the file is continued."""
     entries: list[Entry]
-    kept: dict[int, str | None]
+    first_kept: dict[int, str | None]
     """The first entry that each compaction kept, by the compaction's number."""
     ended: bool
     more: bool
@@ -72,7 +72,7 @@ class _PendingEntries(NamedTuple):
 class _FileAppend(NamedTuple):
     session_id: str
     content: bytes
-    fresh: bool
+    is_new: bool
 
 
 class TranscriptMirror:
@@ -88,26 +88,26 @@ class TranscriptMirror:
         """Keys of changed sessions, and whether more than new messages may have changed."""
         self._lock = asyncio.Lock()  # one writer at a time
         self._positions: dict[str, _FilePosition] = {}
-        self._missed = True  # events from before it started listening
-        self._due: float | None = None
+        self._has_missed_events = True  # events from before it started listening
+        self._write_at: float | None = None
         self._since = now = self._clock.now()
         """Deletions before this time were processed, or happened while nothing was mirrored."""
         # The last two starts of a flush: an event not received before one of them is no older than the one before.
-        self._begun = deque([now, now], maxlen=2)
+        self._flush_starts = deque([now, now], maxlen=2)
 
     async def run(self) -> None:
         async with self._bus.listen("sessions") as events:
-            self._due = asyncio.get_running_loop().time()
+            self._write_at = asyncio.get_running_loop().time()
             catching_up = asyncio.create_task(self._catch_up())
             try:
                 while True:
-                    if (left := self._seconds_until_due()) is None:
+                    if (left := self._seconds_until_write()) is None:
                         self._handle_event(await events.get())
                         continue
                     await asyncio.sleep(min(left, EVENT_POLL_SECONDS))
                     while (event := await events.get(0)) is not None:
                         self._handle_event(event)
-                    if self._seconds_until_due() == 0:
+                    if self._seconds_until_write() == 0:
                         await _run_to_completion(self.flush())
             finally:  # the caller flushes once more after the end
                 catching_up.cancel()
@@ -120,35 +120,37 @@ class TranscriptMirror:
             key = event.session_key
             self._changed[key] = self._changed.get(key, False) or event.reason != "message"
         elif isinstance(event, Gap):
-            self._missed = True
+            self._has_missed_events = True
         else:
             return
-        if self._due is None:
-            self._due = asyncio.get_running_loop().time() + WRITE_DELAY_SECONDS
+        if self._write_at is None:
+            self._write_at = asyncio.get_running_loop().time() + WRITE_DELAY_SECONDS
 
-    def _seconds_until_due(self) -> float | None:
-        """Return the seconds until the next write is due; None while nothing has changed."""
-        return None if self._due is None else max(0.0, self._due - asyncio.get_running_loop().time())
+    def _seconds_until_write(self) -> float | None:
+        """Returns the seconds until the next write is due; None while nothing has changed."""
+        return (
+            None if self._write_at is None else max(0.0, self._write_at - asyncio.get_running_loop().time())
+        )
 
     async def flush(self) -> None:
-        self._due = None
+        self._write_at = None
         async with self._lock:
-            if self._missed:
+            if self._has_missed_events:
                 await self._rescan()
-            if not self._missed:
-                self._begun.append(self._clock.now())
+            if not self._has_missed_events:
+                self._flush_starts.append(self._clock.now())
             while self._changed:
                 changed, self._changed = self._changed, {}
                 await self._write_changes(changed)
 
     async def write(self, keys: Iterable[str]) -> None:
-        """Write the files of these sessions now."""
+        """Writes the files of these sessions now."""
         async with self._lock:
             changed = {key: self._changed.pop(key, False) for key in keys}
             await self._write_changes(changed)
 
     async def _catch_up(self) -> None:
-        """Write files that are missing or older than their session, slowly: after imports and crashes."""
+        """Writes files that are missing or older than their session, slowly: after imports and crashes."""
         cursor: tuple[int, str] | None = None
         try:
             while True:
@@ -164,14 +166,12 @@ class TranscriptMirror:
                     return
                 cursor = rows[-1].updated_at, rows[-1].key
         except (AntiphonError, OSError):
-            log.exception(
-                "Which transcript files are missing could not be found out; that is tried at the next start"
-            )
+            log.exception("Looking for missing transcript files failed; retrying at the next start")
 
     async def _rescan(self) -> None:
-        """Find changes after dropped events: sessions active since then may have changed, and any may be deleted."""
+        """Finds changes after dropped events: sessions active since then may have changed, and any may be deleted."""
         try:
-            since = self._begun[0] - CLOCK_MARGIN_MILLISECONDS
+            since = self._flush_starts[0] - CLOCK_MARGIN_MILLISECONDS
             for key in await self._load_active_since(since):
                 self._changed.setdefault(key, False)
             mark = await asyncio.to_thread(_read_mark, self._folder)
@@ -180,139 +180,143 @@ class TranscriptMirror:
                 self._since = max(self._since, since)
                 await asyncio.to_thread(_write_mark, self._folder, self._since)
         except (AntiphonError, OSError):
-            log.exception("What changed unheard could not be found out; that is tried at the next change")
+            log.exception("Looking for missed changes of sessions failed; retrying at the next change")
             return
-        self._missed = False
+        self._has_missed_events = False
 
     async def _load_active_since(self, time: int) -> set[str]:
         keys: set[str] = set()
         cursor: tuple[int, str] | None = None
         while True:
-            wish = SessionListQuery(
+            query = SessionListQuery(
                 limit=MIRRORED_ROWS_PER_PAGE, active_since=time, archived=True, cursor=cursor
             )
-            rows = await self._store.read(load_session_page, wish)
+            rows = await self._store.read(load_session_page, query)
             keys.update(row.key for row in rows)
             if len(rows) < MIRRORED_ROWS_PER_PAGE:
                 return keys
             cursor = rows[-1].updated_at, rows[-1].key
 
     async def _write_changes(self, changed: Mapping[str, bool]) -> None:
-        """Write new entries. A session that fails neither holds up others nor ends the mirror."""
+        """Writes new entries. A session that fails neither holds up others nor ends the mirror."""
         try:
-            for key, more in changed.items():
-                if more:  # also if the key now belongs to another session
+            for key, may_be_deleted in changed.items():
+                if may_be_deleted:  # also if the key now belongs to another session
                     await self._remove_deleted(f"{DELETED_TRANSCRIPT_PREFIX}{key} ")
             left = list(changed)
             while left:
-                news, done = await self._store.read(_load_pending, left, changed, self._positions)
-                again = await self._append_pending(news)
-                left = left[done:] if not again else left
+                pending, done = await self._store.read(_load_pending, left, changed, self._positions)
+                has_more = await self._append_pending(pending)
+                left = left[done:] if not has_more else left
         except Exception:
             if len(changed) > 1:
-                for key, more in changed.items():
-                    await self._write_changes({key: more})
+                for key, may_be_deleted in changed.items():
+                    await self._write_changes({key: may_be_deleted})
                 return
-            log.exception(
-                "Transcript files could not be written; that is tried when their sessions change again"
-            )
+            log.exception("Writing transcript files failed; retrying when their sessions change again")
 
     async def _remove_deleted(self, prefix: str) -> bool:
-        """Remove the files of deleted sessions whose record begins with `prefix`; return whether all are removed."""
+        """Removes the files of deleted sessions whose record begins with `prefix`; returns whether all are removed."""
         after, until = prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1)
-        clean = True
+        all_removed = True
         while True:
             rows = await self._store.read(_load_deleted, after, until, self._since)
-            gone = [row["session_id"] for row in rows if SESSION_ID_PATTERN.fullmatch(row["session_id"])]
-            if gone:
-                clean &= await asyncio.to_thread(_unlink_files, self._folder, gone)
-            for session_id in gone:
+            session_ids = [
+                row["session_id"] for row in rows if SESSION_ID_PATTERN.fullmatch(row["session_id"])
+            ]
+            if session_ids:
+                all_removed &= await asyncio.to_thread(_unlink_files, self._folder, session_ids)
+            for session_id in session_ids:
                 self._positions.pop(session_id, None)
                 self.files.discard(session_id)
             if len(rows) < MIRRORED_ROWS_PER_PAGE:
-                return clean
+                return all_removed
             after = rows[-1]["id"]
 
-    async def _append_pending(self, news: Sequence[_PendingEntries]) -> bool:
-        """Append entries to their files; return whether more remain to be written."""
+    async def _append_pending(self, pending: Sequence[_PendingEntries]) -> bool:
+        """Appends entries to their files; returns whether more remain to be written."""
         additions: list[_FileAppend] = []
-        places: dict[str, _FilePosition] = {}
-        for item in news:
-            place = self._positions.pop(item.session_id, None) or _FilePosition()
+        positions: dict[str, _FilePosition] = {}
+        for item in pending:
+            position = self._positions.pop(item.session_id, None) or _FilePosition()
             self._positions[item.session_id] = _FilePosition()  # in case it is not written completely
             content = b"".join(
-                [item.header, *(_encode_next_line(entry, place, item.kept) for entry in item.entries)]
+                [
+                    item.header,
+                    *(_encode_next_line(entry, position, item.first_kept) for entry in item.entries),
+                ]
             )
-            place.ended = item.ended and not item.more
-            places[item.session_id] = place
+            position.ended = item.ended and not item.more
+            positions[item.session_id] = position
             if content:
                 additions.append(_FileAppend(item.session_id, content, bool(item.header)))
         failed = await asyncio.to_thread(_write_files, self._folder, additions) if additions else {}
-        for session_id, place in places.items():
+        for session_id, position in positions.items():
             if session_id in failed:
                 self.files.discard(session_id)
             else:
-                self._positions[session_id] = place
+                self._positions[session_id] = position
                 self.files.add(session_id)
         while len(self._positions) > MAX_REMEMBERED_FILES:
             del self._positions[next(iter(self._positions))]  # rewritten when it changes again
-        return any(failed.get(item.session_id, item.more) for item in news)
+        return any(failed.get(item.session_id, item.more) for item in pending)
 
 
-def _encode_next_line(entry: Entry, place: _FilePosition, kept: Mapping[int, str | None]) -> bytes:
-    line = jsonl.encode_entry(entry, place.entry, kept.get(entry.seq))
-    place.seq = entry.seq
+def _encode_next_line(entry: Entry, position: _FilePosition, first_kept: Mapping[int, str | None]) -> bytes:
+    line = jsonl.encode_entry(entry, position.entry, first_kept.get(entry.seq))
+    position.seq = entry.seq
     if line is None:
         return b""
-    place.entry = entry.id
+    position.entry = entry.id
     return line
 
 
 async def _load_pending(
-    tx: Tx, keys: Sequence[str], changed: Mapping[str, bool], places: Mapping[str, _FilePosition]
+    tx: Tx, keys: Sequence[str], changed: Mapping[str, bool], positions: Mapping[str, _FilePosition]
 ) -> tuple[list[_PendingEntries], int]:
-    """Load the entries that the first keys' files lack, about a page; also return how many keys that covers."""
-    news: list[_PendingEntries] = []
+    """Loads the entries that the first keys' files lack, about a page; also returns how many keys that covers."""
+    pending: list[_PendingEntries] = []
     entries = 0
     for number, key in enumerate(keys):
         if entries >= MIRRORED_ROWS_PER_PAGE:
-            return news, number
+            return pending, number
         rows = [] if changed[key] else await tx.all(SQL.current_conversation, key=key)
-        if not rows or rows[0]["session_id"] not in places:  # another conversation may just have ended
+        if not rows or rows[0]["session_id"] not in positions:  # another conversation may just have ended
             rows = await tx.all(SQL.recent_conversations, key=key)
         for row in rows:
-            place = places.get(row["session_id"]) or _FilePosition()
+            position = positions.get(row["session_id"]) or _FilePosition()
             ended = row["ended_at"] is not None
-            if SESSION_ID_PATTERN.fullmatch(row["session_id"]) and not (ended and place.ended):
-                news.append(await _load_pending_entries(tx, row, place))
-                entries += len(news[-1].entries)
-    return news, len(keys)
+            if SESSION_ID_PATTERN.fullmatch(row["session_id"]) and not (ended and position.ended):
+                pending.append(await _load_pending_entries(tx, row, position))
+                entries += len(pending[-1].entries)
+    return pending, len(keys)
 
 
-async def _load_pending_entries(tx: Tx, row: Row, place: _FilePosition) -> _PendingEntries:
-    found = await transcripts.read_entries_after(tx, row["id"], place.seq, MIRRORED_ROWS_PER_PAGE, tools=True)
-    kept: dict[int, str | None] = {}
+async def _load_pending_entries(tx: Tx, row: Row, position: _FilePosition) -> _PendingEntries:
+    found = await transcripts.read_entries_after(
+        tx, row["id"], position.seq, MIRRORED_ROWS_PER_PAGE, tools=True
+    )
+    first_kept: dict[int, str | None] = {}
     for entry in found:
         if (seq := jsonl.get_first_kept_seq(entry)) is not None:
-            kept[entry.seq] = await find_entry_at(tx, row["id"], seq)
+            first_kept[entry.seq] = await find_entry_at(tx, row["id"], seq)
     header = b""
-    if place.seq == 0:
-        cwd = sessions_index.parse_extra(row).get("cwd")
+    if position.seq == 0:
         header = jsonl.encode_header(
-            row["session_id"], row["started_at"], cwd if isinstance(cwd, str) else ""
+            row["session_id"], row["started_at"], sessions_index.get_working_directory(row)
         )
     return _PendingEntries(
         row["session_id"],
         header,
         found,
-        kept,
+        first_kept,
         row["ended_at"] is not None,
         len(found) == MIRRORED_ROWS_PER_PAGE,
     )
 
 
 async def _run_to_completion(writing: Coroutine[Any, Any, None]) -> None:
-    """Finish writing even when cancelled: a file must not be rewritten while it is still being appended to."""
+    """Finishes writing even when cancelled: a file must not be rewritten while it is still being appended to."""
     task = asyncio.create_task(writing)
     try:
         await asyncio.shield(task)
@@ -327,11 +331,11 @@ async def _load_deleted(tx: Tx, after: str, until: str, since: int) -> list[Row]
 
 
 def _write_files(folder: Path, additions: Sequence[_FileAppend]) -> dict[str, bool]:
-    """Append to files; return those that failed, and whether rewriting them at once helps."""
+    """Appends to files; returns those that failed, and whether rewriting them at once helps."""
     failed: dict[str, bool] = {}
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for session_id, content, fresh in additions:
-        flags = os.O_WRONLY | os.O_NOFOLLOW | (os.O_CREAT | os.O_TRUNC if fresh else os.O_APPEND)
+    for session_id, content, is_new in additions:
+        flags = os.O_WRONLY | os.O_NOFOLLOW | (os.O_CREAT | os.O_TRUNC if is_new else os.O_APPEND)
         try:
             file = os.open(f"{folder}/{session_id}.jsonl", flags, 0o600)
             try:
@@ -341,17 +345,17 @@ def _write_files(folder: Path, additions: Sequence[_FileAppend]) -> dict[str, bo
             finally:
                 os.close(file)
         except OSError as error:
-            failed[session_id] = isinstance(error, FileNotFoundError) and not fresh
+            failed[session_id] = isinstance(error, FileNotFoundError) and not is_new
             if not failed[session_id]:
                 log.exception(
-                    "The transcript file of %r could not be written; it is tried at its next change",
+                    "Writing the transcript file of %r failed; retrying at its next change",
                     session_id,
                 )
     return failed
 
 
 def _find_outdated(folder: Path, rows: Sequence[SessionListRow]) -> list[str]:
-    """Return the keys of sessions whose file is missing, or was last written before the session changed."""
+    """Returns the keys of sessions whose file is missing, or was last written before the session changed."""
     return [
         row.key
         for row in rows
@@ -360,7 +364,7 @@ def _find_outdated(folder: Path, rows: Sequence[SessionListRow]) -> list[str]:
 
 
 def _get_written_at(folder: Path, row: SessionListRow) -> int:
-    """Return the file's modification time in milliseconds; -1 if it does not exist."""
+    """Returns the file's modification time in milliseconds; -1 if it does not exist."""
     try:
         return (folder / f"{row.session_id}.jsonl").stat().st_mtime_ns // 1_000_000
     except OSError:
@@ -368,17 +372,17 @@ def _get_written_at(folder: Path, row: SessionListRow) -> int:
 
 
 def _unlink_files(folder: Path, session_ids: Sequence[str]) -> bool:
-    clean = True
+    all_removed = True
     for session_id in session_ids:
         try:
             (folder / f"{session_id}.jsonl").unlink(missing_ok=True)
         except OSError:
-            clean = False
+            all_removed = False
             log.exception(
-                "The transcript file of the deleted %r could not be removed; that is tried at the next start",
+                "Removing the transcript file of the deleted %r failed; retrying at the next start",
                 session_id,
             )
-    return clean
+    return all_removed
 
 
 def _read_mark(folder: Path) -> int | None:
@@ -394,6 +398,6 @@ def _write_mark(folder: Path, since: int) -> None:
 
 
 def remove_mark(folder: Path) -> None:
-    """Remove the mark when mirroring is disabled: files of sessions deleted meanwhile stay for good."""
+    """Removes the mark when mirroring is disabled: files of sessions deleted meanwhile stay for good."""
     with suppress(OSError):  # usually it does not exist
         (folder / MARK_FILE_NAME).unlink()

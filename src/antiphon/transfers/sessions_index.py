@@ -79,7 +79,7 @@ class ConversationRecord(msgspec.Struct, rename="camel", frozen=True, omit_defau
 
 
 def parse_conversation_records(entry: Mapping[str, Any]) -> list[ConversationRecord]:
-    """Return the conversations listed in an entry; other programs' data under that name is ignored."""
+    """Returns the conversations listed in an entry; other programs' data under that name is ignored."""
     try:
         return msgspec.convert(entry.get(CONVERSATIONS_FIELD, []), list[ConversationRecord])
     except msgspec.ValidationError:
@@ -89,52 +89,54 @@ def parse_conversation_records(entry: Mapping[str, Any]) -> list[ConversationRec
 def build_columns(
     entry: Mapping[str, Any], key: SessionKey, known_model: Callable[[str], bool]
 ) -> dict[str, Param]:
-    """Return the columns that an entry sets. A model override that is not configured here stays in `extra`."""
+    """Returns the columns that an entry sets. A model override that is not configured here stays in `extra`."""
     rest = {name: value for name, value in entry.items() if name not in _DROPPED_FIELDS}
-    found: dict[str, Param] = {column: _take_text(rest, name) for column, name in _TEXT_FIELDS.items()}
-    found |= {column: _take_choice(rest, name, allowed) for column, (name, allowed) in _CHOICE_FIELDS.items()}
-    found |= {column: int(_take_flag(rest, name)) for column, name in _FLAG_FIELDS.items()}
-    found |= {column: _take_count(rest, name) or 0 for column, name in _COUNT_FIELDS.items()}
-    found["context_tokens"] = found["context_tokens"] or None
+    columns: dict[str, Param] = {column: _take_text(rest, name) for column, name in _TEXT_FIELDS.items()}
+    columns |= {
+        column: _take_choice(rest, name, allowed) for column, (name, allowed) in _CHOICE_FIELDS.items()
+    }
+    columns |= {column: int(_take_flag(rest, name)) for column, name in _FLAG_FIELDS.items()}
+    columns |= {column: _take_count(rest, name) or 0 for column, name in _COUNT_FIELDS.items()}
+    columns["context_tokens"] = columns["context_tokens"] or None
     route = entry.get("deliveryContext")
     if isinstance(route, dict):
         for column, name in _ROUTE_FIELDS.items():
-            found[column] = found[column] or _take_text(dict(cast("dict[str, Any]", route)), name)
-    found["channel"] = found["channel"] or key.channel
-    found["chat_type"] = found["chat_type"] or key.chat_type
-    found["model"] = _take_model_override(rest, known_model)
-    return {**found, "extra": _encode_extra(rest)}
+            columns[column] = columns[column] or _take_text(dict(cast("dict[str, Any]", route)), name)
+    columns["channel"] = columns["channel"] or key.channel
+    columns["chat_type"] = columns["chat_type"] or key.chat_type
+    columns["model"] = _take_model_override(rest, known_model)
+    return {**columns, "extra": _encode_extra(rest)}
 
 
-def merge_columns(row: Row, told: Mapping[str, Param]) -> dict[str, Param]:
-    """Return the columns of an existing session, with those it lacks taken from an imported entry of the same key.
+def merge_columns(row: Row, imported: Mapping[str, Param]) -> dict[str, Param]:
+    """Returns the columns of an existing session, with those it lacks taken from an imported entry of the same key.
 
     Columns belong to the key, not to one conversation. Values set here stay, with one exception: of two send policies
     the stricter one wins, so an imported `allow` is never adopted. A route is adopted as a whole or not at all, since
     half of one would lead elsewhere. Counters belong to a conversation and are not adopted.
     """
-    after: dict[str, Param] = {column: row[column] for column in told}
-    after |= {column: told[column] for column in _SETTING_COLUMNS if row[column] is None}
-    routed = any(row[column] for column in _ROUTE_FIELDS)
-    if not routed:
-        after |= {column: row[column] or told[column] for column in _CHAT_COLUMNS}
-    if told["send_policy"] == "deny":
+    after: dict[str, Param] = {column: row[column] for column in imported}
+    after |= {column: imported[column] for column in _SETTING_COLUMNS if row[column] is None}
+    has_route = any(row[column] for column in _ROUTE_FIELDS)
+    if not has_route:
+        after |= {column: row[column] or imported[column] for column in _CHAT_COLUMNS}
+    if imported["send_policy"] == "deny":
         after["send_policy"] = "deny"
-    theirs = parse_extra(told)
-    if routed:
-        theirs.pop("deliveryContext", None)
-    return {**after, "extra": _encode_extra({**theirs, **parse_extra(row)}) or row["extra"]}
+    extra = parse_extra(imported)
+    if has_route:
+        extra.pop("deliveryContext", None)
+    return {**after, "extra": _encode_extra({**extra, **parse_extra(row)}) or row["extra"]}
 
 
 def list_differing_fields(one: Row, other: Row) -> list[str]:
-    """Return the names of the fields that `other` sets differently from `one`, or in addition."""
+    """Returns the names of the fields that `other` sets differently from `one`, or in addition."""
     before, after = _collect_fields(one), _collect_fields(other)
-    said = {name: value for name, value in after.items() if value or name not in _EMPTY_BY_DEFAULT_FIELDS}
-    return [name for name, value in said.items() if before.get(name) != value]
+    present = {name: value for name, value in after.items() if value or name not in _EMPTY_BY_DEFAULT_FIELDS}
+    return [name for name, value in present.items() if before.get(name) != value]
 
 
 def build_index_entry(row: Row) -> dict[str, Any]:
-    """Return a session as an entry: its columns, and the extra fields that an import kept."""
+    """Returns a session as an entry: its columns, and the extra fields that an import kept."""
     known = {
         "sessionId": row["session_id"],
         "updatedAt": row["updated_at"],
@@ -146,7 +148,7 @@ def build_index_entry(row: Row) -> dict[str, Any]:
 
 
 def _collect_fields(row: Row) -> dict[str, Any]:
-    """Return the fields that `build_columns` turned into columns, in their original form."""
+    """Returns the fields that `build_columns` turned into columns, in their original form."""
     known = {name: row[column] for column, name in (_TEXT_FIELDS | _COUNT_FIELDS).items()}
     known |= {name: row[column] for column, (name, _) in _CHOICE_FIELDS.items()}
     known |= {name: bool(row[column]) for column, name in _FLAG_FIELDS.items()}
@@ -157,6 +159,12 @@ def _collect_fields(row: Row) -> dict[str, Any]:
 
 def parse_extra(row: Row) -> dict[str, Any]:
     return msgspec.json.decode(row["extra"], type=dict[str, Any]) if row["extra"] else {}
+
+
+def get_working_directory(row: Row) -> str:
+    """Returns the working directory that an import recorded, or an empty text."""
+    cwd = parse_extra(row).get("cwd")
+    return cwd if isinstance(cwd, str) else ""
 
 
 def _take_text(rest: dict[str, Any], name: str) -> str | None:
