@@ -26,7 +26,7 @@ import pytest
 from antiphon.app import open_app, open_app_operations
 from antiphon.config import Config
 from antiphon.engine.jobs.jobs import AgentTurn, JobSpec
-from antiphon.engine.jobs.schedule_slots import EverySchedule
+from antiphon.engine.jobs.schedule import EverySchedule
 from antiphon.errors import AntiphonError, Conflict, StoreDamaged, StoreError, StoreLocked
 from antiphon.filters import HistoryFilter, ListFilter
 from antiphon.gateway.tokens import TokenRegistry

@@ -28,7 +28,7 @@ from antiphon.clock import ManualClock
 from antiphon.config import Config
 from antiphon.engine.jobs import firings, jobs
 from antiphon.engine.jobs.jobs import AgentTurn, AnnounceDelivery, FiringContext, SystemEvent
-from antiphon.engine.jobs.schedule_slots import AtSchedule, CronSchedule, EverySchedule, Schedule
+from antiphon.engine.jobs.schedule import AtSchedule, CronSchedule, EverySchedule, Schedule
 from antiphon.engine.jobs.scheduler import UNFIRED_JOB_RETRY_SECONDS, Scheduler
 from antiphon.engine.sessions import retention
 from antiphon.engine.sessions.resolver import SessionResolver
@@ -109,7 +109,7 @@ async def desk(
         path, agent, clock=clock, pace=QUIET, config=config, on_commit=on_commit
     ) as app:
         scheduler = Scheduler(
-            terms=FiringContext(config, SessionResolver(config)),
+            context=FiringContext(config, SessionResolver(config)),
             store=app.store,
             bus=app.bus,
             clock=clock,

@@ -144,7 +144,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 files=mirror.files if mirror else None,
             )
             scheduler = Scheduler(
-                terms=FiringContext(config, door, frozenset(options.get("channels") or {})),
+                context=FiringContext(config, door, frozenset(options.get("channels") or {})),
                 store=store,
                 bus=links.bus,
                 clock=clock,

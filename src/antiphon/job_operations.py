@@ -18,7 +18,7 @@ from antiphon.engine import validation
 from antiphon.engine.idempotency import IdempotentCommand
 from antiphon.engine.jobs import jobs
 from antiphon.engine.jobs.jobs import Job, JobDelivery, JobPatch, JobPayload, JobSpec
-from antiphon.engine.jobs.schedule_slots import Schedule
+from antiphon.engine.jobs.schedule import Schedule
 from antiphon.engine.jobs.scheduler import Scheduler
 from antiphon.errors import Forbidden, InvalidInput
 from antiphon.store import Store
@@ -91,7 +91,7 @@ class JobOperations:
         self._store = store
         self._clock = clock
         self._scheduler = scheduler
-        self._terms = scheduler.terms
+        self._context = scheduler.context
 
     async def add(self, caller: Caller, spec: JobSpec, *, key: str | None = None) -> JobView:
         """Adds a job. It is durable on return, and fires whenever a process hosts the directory.
@@ -103,10 +103,10 @@ class JobOperations:
         now = self._clock.now()
         given = _revalidate(spec)
         command = IdempotentCommand(key, ("cron.add", given))
-        jobs.check_channel(given.delivery, self._terms)
-        settled = jobs.complete_job_spec(given, self._terms.config, now)
+        jobs.check_channel(given.delivery, self._context)
+        settled = jobs.complete_job_spec(given, self._context.config, now)
         job = await self._store.tx(
-            jobs.add_job, self._terms, caller, str(uuid.uuid4()), settled, command, now
+            jobs.add_job, self._context, caller, str(uuid.uuid4()), settled, command, now
         )
         self._scheduler.wake()
         return _build_job_view(job)
@@ -115,7 +115,7 @@ class JobOperations:
         """Changes a job. A new schedule, or enabling it, counts from now: missed times are not made up for."""
         _require_scope(caller, ADMIN_SCOPE)
         now = self._clock.now()
-        job = await self._store.tx(jobs.update_job, self._terms, caller, job_id, _revalidate(patch), now)
+        job = await self._store.tx(jobs.update_job, self._context, caller, job_id, _revalidate(patch), now)
         self._scheduler.wake()
         return _build_job_view(job)
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.engine.jobs import schedule_slots as slots
-from antiphon.engine.jobs.schedule_slots import (
+from antiphon.engine.jobs import schedule as slots
+from antiphon.engine.jobs.schedule import (
     AtSchedule,
     CronSchedule,
     EverySchedule,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from antiphon.engine.jobs.jobs import AgentTurn, AnnounceDelivery, JobSpec
-from antiphon.engine.jobs.schedule_slots import EverySchedule
+from antiphon.engine.jobs.schedule import EverySchedule
 from antiphon.messages import AssistantMessage
 from antiphon.operations import SendRequest
 from antiphon.runtimes import Prompt

@@ -151,7 +151,7 @@ def _make_idle_schedules(config: Config, store: Store) -> JobOperations:
     from antiphon.engine.jobs.scheduler import Scheduler
     from antiphon.engine.sessions.resolver import SessionResolver
 
-    clock, terms = store.clock, FiringContext(config, SessionResolver(config))
+    clock, context = store.clock, FiringContext(config, SessionResolver(config))
     no_engine = cast("Worker", None)  # only a running scheduler uses the engine, and this one does not run
-    scheduler = Scheduler(terms=terms, store=store, bus=LocalBus(), clock=clock, engine=no_engine)
+    scheduler = Scheduler(context=context, store=store, bus=LocalBus(), clock=clock, engine=no_engine)
     return JobOperations(store=store, clock=clock, scheduler=scheduler)

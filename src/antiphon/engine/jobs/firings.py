@@ -14,8 +14,8 @@ from antiphon.access import Caller
 from antiphon.engine import idempotency
 from antiphon.engine.idempotency import IdempotentCommand
 from antiphon.engine.jobs import jobs
-from antiphon.engine.jobs.jobs import LAST_HEARD_CHANNEL, SQL, AgentTurn, AnnounceDelivery, FiringContext, Job
-from antiphon.engine.jobs.schedule_slots import find_latest_slot, find_next_slot
+from antiphon.engine.jobs.jobs import LAST_USED_CHANNEL, SQL, AgentTurn, AnnounceDelivery, FiringContext, Job
+from antiphon.engine.jobs.schedule import find_latest_slot, find_next_slot
 from antiphon.engine.outbox import delivery_rows
 from antiphon.engine.outbox.delivery_rows import Destination
 from antiphon.engine.runs import run_queue
@@ -44,13 +44,13 @@ async def list_due_jobs(tx: Tx, now: int) -> list[str]:
     return [row["id"] for row in await tx.all(SQL.due, now=now)]
 
 
-async def fire_if_due(tx: Tx, terms: FiringContext, job_id: str, now: int) -> FiringResult:
+async def fire_if_due(tx: Tx, context: FiringContext, job_id: str, now: int) -> FiringResult:
     """Fire a job if it is due, and move it to its next slot in the same commit."""
     row = await tx.one(SQL.by_id, id=job_id)
     job = jobs.decode_job_row(row) if row else None
     if job is None or job.next_at is None or job.next_at > now:
         return FiringResult(reason=NOT_DUE_REASON)
-    if await _is_at_run_limit(tx, terms):
+    if await _is_at_run_limit(tx, context):
         return FiringResult(reason=BUSY_REASON)
     try:
         slot = find_latest_slot(job.spec.schedule, job.next_at, now)
@@ -59,7 +59,7 @@ async def fire_if_due(tx: Tx, terms: FiringContext, job_id: str, now: int) -> Fi
         fired = FiringResult(reason=str(error))
         await _record_firing(tx, job, fired, job.next_at, None, now)
         return fired
-    fired = await _submit_run(tx, terms, job, f"cron:{job.id}:{slot}", now)
+    fired = await _submit_run(tx, context, job, f"cron:{job.id}:{slot}", now)
     if fired.reason == LANE_FULL_REASON:
         return fired  # the queue of its session is full: the slot is kept
     if following is None and job.spec.delete_after_run and fired.accepted:
@@ -69,19 +69,19 @@ async def fire_if_due(tx: Tx, terms: FiringContext, job_id: str, now: int) -> Fi
     return fired
 
 
-async def fire_now(tx: Tx, terms: FiringContext, job_id: str, run_id: str, now: int) -> FiringResult:
+async def fire_now(tx: Tx, context: FiringContext, job_id: str, run_id: str, now: int) -> FiringResult:
     """Fire a job now, regardless of its schedule, which stays unchanged."""
     job = await jobs.get_job(tx, job_id)
-    if await _is_at_run_limit(tx, terms):
+    if await _is_at_run_limit(tx, context):
         return FiringResult(reason=BUSY_REASON)
-    fired = await _submit_run(tx, terms, job, run_id, now)
+    fired = await _submit_run(tx, context, job, run_id, now)
     if fired.reason != LANE_FULL_REASON:
         await _record_firing(tx, job, fired, None, job.next_at, now)
     return fired
 
 
 async def fire_on_request(
-    tx: Tx, terms: FiringContext, job_id: str, run_id: str | None, command: IdempotentCommand, now: int
+    tx: Tx, context: FiringContext, job_id: str, run_id: str | None, command: IdempotentCommand, now: int
 ) -> FiringResult:
     """Fire a job on request: with `run_id` regardless of its schedule, otherwise only if it is due.
 
@@ -90,18 +90,18 @@ async def fire_on_request(
     if before := await idempotency.load_recorded_answer(tx, command, AcceptedRun):
         return FiringResult(accepted=msgspec.structs.replace(before, new=False))
     if run_id is not None:
-        fired = await fire_now(tx, terms, job_id, run_id, now)
+        fired = await fire_now(tx, context, job_id, run_id, now)
     else:
-        fired = await fire_if_due(tx, terms, job_id, now)
+        fired = await fire_if_due(tx, context, job_id, now)
     if fired.accepted:
         await idempotency.record_answer(tx, command, fired.accepted, now)
     return fired
 
 
-async def _is_at_run_limit(tx: Tx, terms: FiringContext) -> bool:
+async def _is_at_run_limit(tx: Tx, context: FiringContext) -> bool:
     await tx.lock("cron")
     row = await tx.one(SQL.count_unfinished_runs)
-    return row is not None and row["runs"] >= terms.config.cron.max_concurrent_runs
+    return row is not None and row["runs"] >= context.config.cron.max_concurrent_runs
 
 
 async def _record_firing(
@@ -123,15 +123,15 @@ async def _record_firing(
     )
 
 
-async def _submit_run(tx: Tx, terms: FiringContext, job: Job, run_id: str, now: int) -> FiringResult:
+async def _submit_run(tx: Tx, context: FiringContext, job: Job, run_id: str, now: int) -> FiringResult:
     """Queue the run. Errors are returned as the reason and do not end the job."""
     try:
-        session = await _open_session(tx, terms, job, now)
-        terms.door.check_send(session)
-        submission = _build_submission(terms, job, session, run_id, now)
+        session = await _open_session(tx, context, job, now)
+        context.resolver.check_send(session)
+        submission = _build_submission(context, job, session, run_id, now)
         if isinstance(job.spec.delivery, AnnounceDelivery):
-            addressee = await _resolve_reply_target(tx, terms, job, job.spec.delivery, now)
-            submission = msgspec.structs.replace(submission, target=addressee.json_text)
+            reply_target = await _resolve_reply_target(tx, context, job, job.spec.delivery, now)
+            submission = msgspec.structs.replace(submission, target=reply_target.json_text)
         return FiringResult(accepted=await run_queue.submit(tx, submission, now))
     except LaneFull:
         return FiringResult(reason=LANE_FULL_REASON)
@@ -139,41 +139,45 @@ async def _submit_run(tx: Tx, terms: FiringContext, job: Job, run_id: str, now: 
         return FiringResult(reason=str(error))
 
 
-async def _open_session(tx: Tx, terms: FiringContext, job: Job, now: int) -> Row:
+async def _open_session(tx: Tx, context: FiringContext, job: Job, now: int) -> Row:
     agent_id, target = job.spec.agent_id or "", job.spec.session_target or ""
     if target == "main":
-        return await terms.door.open(tx, OPERATOR_CALLER, "send", f"agent:{agent_id}:main", found_at=now)
+        return await context.resolver.open(
+            tx, OPERATOR_CALLER, "send", f"agent:{agent_id}:main", found_at=now
+        )
     if target != "isolated":
-        return await terms.door.open(tx, OPERATOR_CALLER, "send", target.removeprefix("session:"))
+        return await context.resolver.open(tx, OPERATOR_CALLER, "send", target.removeprefix("session:"))
     key = keys.owned_key(agent_id, "cron", job.id)
     if await session_rows.find_session(tx, key, None) is None:
-        terms.config.get_agent(agent_id)  # raises if it is no longer configured
-        sandboxed = terms.door.is_sandboxed(agent_id, key)
+        context.config.get_agent(agent_id)  # raises if it is no longer configured
+        sandboxed = context.resolver.is_sandboxed(agent_id, key)
         await session_rows.create_session(
             tx, key, now, NewSession(display_name=job.spec.name, sandboxed=sandboxed)
         )
-    return await terms.door.open(tx, OPERATOR_CALLER, "send", str(key))
+    return await context.resolver.open(tx, OPERATOR_CALLER, "send", str(key))
 
 
 async def _resolve_reply_target(
-    tx: Tx, terms: FiringContext, job: Job, wanted: AnnounceDelivery, now: int
+    tx: Tx, context: FiringContext, job: Job, delivery: AnnounceDelivery, now: int
 ) -> ReplyTarget:
     """Return the chat that receives the answer: the agent's main session, at the configured destination."""
-    main = await terms.door.open(tx, OPERATOR_CALLER, "send", f"agent:{job.spec.agent_id}:main", found_at=now)
-    whole = await tx.one(session_rows.SQL.by_id, id=main["id"])
-    assert whole is not None
-    destination = delivery_rows.resolve_session_destination(whole)
-    if wanted.channel != LAST_HEARD_CHANNEL:
+    main = await context.resolver.open(
+        tx, OPERATOR_CALLER, "send", f"agent:{job.spec.agent_id}:main", found_at=now
+    )
+    destination = delivery_rows.resolve_session_destination(
+        await session_rows.load_full_session(tx, main["id"])
+    )
+    if delivery.channel != LAST_USED_CHANNEL:
         destination = Destination(
-            channel=wanted.channel,
-            to=wanted.to or (main["key"] if wanted.channel == delivery_rows.WEBCHAT_CHANNEL else None),
-            account_id=wanted.account_id,
-            thread_id=wanted.thread_id,
+            channel=delivery.channel,
+            to=delivery.to or (main["key"] if delivery.channel == delivery_rows.WEBCHAT_CHANNEL else None),
+            account_id=delivery.account_id,
+            thread_id=delivery.thread_id,
         )
     return ReplyTarget(session=main["id"], session_key=main["key"], destination=destination)
 
 
-def _build_submission(terms: FiringContext, job: Job, session: Row, run_id: str, now: int) -> Submission:
+def _build_submission(context: FiringContext, job: Job, session: Row, run_id: str, now: int) -> Submission:
     payload = job.spec.payload
     turn = payload if isinstance(payload, AgentTurn) else AgentTurn(message=payload.text)
     timeout = turn.timeout_seconds
@@ -186,8 +190,8 @@ def _build_submission(terms: FiringContext, job: Job, session: Row, run_id: str,
         model=turn.model,
         thinking=turn.thinking,
         deadline_at=None if timeout is None else now + round(timeout * 1000),
-        max_queued=terms.config.store.lane_max_queued,
-        agent_id=terms.door.find_addressed_agent(OPERATOR_CALLER, f"agent:{job.spec.agent_id}:main")
+        max_queued=context.config.store.lane_max_queued,
+        agent_id=context.resolver.find_addressed_agent(OPERATOR_CALLER, f"agent:{job.spec.agent_id}:main")
         if job.spec.session_target == "main"
         else None,
     )

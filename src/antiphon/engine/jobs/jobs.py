@@ -1,6 +1,6 @@
 """Scheduled jobs: their types and validation, and managing them as transaction scripts.
 
-A job has a schedule (`schedule_slots`), a session and a message; `firings` executes it. Authorization is not decided
+A job has a schedule (`schedule`), a session and a message; `firings` executes it. Authorization is not decided
 here (see `antiphon.job_operations`).
 """
 
@@ -17,8 +17,14 @@ from antiphon import keys
 from antiphon.access import Caller
 from antiphon.engine import idempotency, validation
 from antiphon.engine.idempotency import IdempotentCommand
-from antiphon.engine.jobs import schedule_slots
-from antiphon.engine.jobs.schedule_slots import AtSchedule, Schedule, StrictStruct
+from antiphon.engine.jobs.schedule import (
+    AtSchedule,
+    Schedule,
+    StrictStruct,
+    find_first_slot,
+    find_next_slot,
+    pin_schedule,
+)
 from antiphon.engine.outbox.delivery_rows import WEBCHAT_CHANNEL
 from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.validation import ThinkingLevel
@@ -30,7 +36,7 @@ if TYPE_CHECKING:
     from antiphon.config import Config
 
 SQL = Queries("jobs")
-LAST_HEARD_CHANNEL = "last"
+LAST_USED_CHANNEL = "last"
 MAX_JOBS = 1000
 
 JobName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -44,7 +50,7 @@ class AgentTurn(StrictStruct, frozen=True, tag_field="kind", tag="agentTurn"):
 
 
 class SystemEvent(StrictStruct, frozen=True, tag_field="kind", tag="systemEvent"):
-    """Words for the main session, which gets them as a message."""
+    """A text for the main session, which gets it as a message."""
 
     text: str
 
@@ -54,14 +60,14 @@ class SilentDelivery(StrictStruct, frozen=True, tag_field="mode", tag="none"):
 
 
 class AnnounceDelivery(StrictStruct, frozen=True, tag_field="mode", tag="announce"):
-    """The answer also goes to a chat: where the agent's main session last heard from somebody, or as named."""
+    """The answer is also posted: to the last chat of the agent's main session, or to the one that is named."""
 
-    channel: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}$")] = LAST_HEARD_CHANNEL
+    channel: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}$")] = LAST_USED_CHANNEL
     to: Annotated[str, Meta(min_length=1, max_length=500)] | None = None
     account_id: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
     thread_id: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
     best_effort: bool | None = None
-    """Without effect: what cannot be delivered is a dead letter, and the run is what it is."""
+    """Without effect, for clients that send it: a failed delivery never changes the outcome of the run."""
 
 
 JobPayload: TypeAlias = AgentTurn | SystemEvent
@@ -69,13 +75,13 @@ JobDelivery: TypeAlias = SilentDelivery | AnnounceDelivery
 
 
 class JobSpec(StrictStruct, frozen=True):
-    """What somebody wants done. `complete_job_spec` fills in what is left open, and refuses what cannot be."""
+    """A job as it is requested. `complete_job_spec` fills in the defaults and refuses invalid fields."""
 
     name: JobName
     schedule: Schedule
     payload: JobPayload
     session_target: str | None = None
-    """`isolated` (a session of its own), `main`, or `session:<key>`; left out, as the payload suggests."""
+    """`isolated` (a session of its own), `main`, or `session:<key>`; the default depends on the payload."""
     delivery: JobDelivery = SilentDelivery()
     agent_id: str | None = None
     enabled: bool = True
@@ -83,7 +89,7 @@ class JobSpec(StrictStruct, frozen=True):
 
 
 class JobPatch(StrictStruct, frozen=True):
-    """What is to be different; everything else stays."""
+    """Changes to a job; fields that are not set stay as they are."""
 
     name: JobName | UnsetType = UNSET
     schedule: Schedule | UnsetType = UNSET
@@ -95,8 +101,8 @@ class JobPatch(StrictStruct, frozen=True):
     delete_after_run: bool | UnsetType = UNSET
 
     def apply_to(self, spec: JobSpec) -> JobSpec:
-        given = {name: getattr(self, name) for name in self.__struct_fields__}
-        return msgspec.structs.replace(spec, **{k: v for k, v in given.items() if v is not UNSET})
+        changes = {name: getattr(self, name) for name in self.__struct_fields__}
+        return msgspec.structs.replace(spec, **{k: v for k, v in changes.items() if v is not UNSET})
 
 
 class Job(Struct, frozen=True, kw_only=True):
@@ -117,9 +123,9 @@ class FiringContext(msgspec.Struct, frozen=True):
     """Configuration, session resolver and channels for firing jobs."""
 
     config: Config
-    door: SessionResolver
+    resolver: SessionResolver
     channels: frozenset[str] = frozenset()
-    """Channels that this process can deliver to, besides the web chat."""
+    """Channels that this process can deliver to, in addition to the web chat."""
 
 
 # --- validation ---
@@ -136,25 +142,26 @@ def complete_job_spec(spec: JobSpec, config: Config, now: int) -> JobSpec:
     with attach_field_to_errors("agentId"):
         config.get_agent(keys.validate_agent_id(agent_id))
     target = spec.session_target or ("main" if isinstance(spec.payload, SystemEvent) else "isolated")
-    whole = msgspec.structs.replace(
+    completed = msgspec.structs.replace(
         spec,
-        schedule=schedule_slots.pin_schedule(spec.schedule, now),
+        schedule=pin_schedule(spec.schedule, now),
         agent_id=agent_id.lower(),
         session_target=target,
     )
     # Raises for an invalid schedule, even if the job is disabled.
-    schedule_slots.find_next_slot(whole.schedule, now)
-    _check_name(whole.name)
-    _check_payload(whole, config)
-    _check_delete_after_run(whole)
-    return whole
-
-
-def _check_name(name: str) -> None:
-    if not (name.strip() and name.isprintable()):
+    find_next_slot(completed.schedule, now)
+    if not (completed.name.strip() and completed.name.isprintable()):
         raise InvalidInput(
             "The name of a job must be 1 to 200 printable characters.", "Give it such a name.", field="name"
         )
+    if completed.delete_after_run and not isinstance(completed.schedule, AtSchedule):
+        raise InvalidInput(
+            "Only a job that runs once can be deleted after its run.",
+            "Leave deleteAfterRun out, or use a schedule of kind 'at'.",
+            field="deleteAfterRun",
+        )
+    _check_payload(completed, config)
+    return completed
 
 
 def _check_payload(spec: JobSpec, config: Config) -> None:
@@ -177,31 +184,22 @@ def _check_payload(spec: JobSpec, config: Config) -> None:
             config.find_model(spec.payload.model)
 
 
-def check_channel(delivery: JobDelivery, terms: FiringContext) -> None:
+def check_channel(delivery: JobDelivery, context: FiringContext) -> None:
     """Check that a delivery can succeed. Stored jobs are not checked again.
 
     Raises:
         InvalidInput: this gateway has no such channel.
     """
     if isinstance(delivery, AnnounceDelivery) and delivery.channel not in {
-        LAST_HEARD_CHANNEL,
+        LAST_USED_CHANNEL,
         WEBCHAT_CHANNEL,
-        *terms.channels,
+        *context.channels,
     }:
-        known = ", ".join(repr(name) for name in sorted({WEBCHAT_CHANNEL, *terms.channels}))
+        known = ", ".join(repr(name) for name in sorted({WEBCHAT_CHANNEL, *context.channels}))
         raise InvalidInput(
             f"This gateway has no channel {delivery.channel!r}.",
             f"Use {known}, or leave the channel out to post where the agent last received a message.",
             field="delivery.channel",
-        )
-
-
-def _check_delete_after_run(spec: JobSpec) -> None:
-    if spec.delete_after_run and not isinstance(spec.schedule, AtSchedule):
-        raise InvalidInput(
-            "Only a job that runs once can be deleted after its run.",
-            "Leave deleteAfterRun out, or use a schedule of kind 'at'.",
-            field="deleteAfterRun",
         )
 
 
@@ -220,7 +218,7 @@ def attach_field_to_errors(field: str) -> Generator[None]:
 
 async def add_job(
     tx: Tx,
-    terms: FiringContext,
+    context: FiringContext,
     caller: Caller,
     job_id: str,
     spec: JobSpec,
@@ -234,8 +232,8 @@ async def add_job(
     if overview and overview["jobs"] >= MAX_JOBS:
         raise Conflict(f"There are {MAX_JOBS} jobs already.", "Remove one first.", max=MAX_JOBS)
     await _check_name_is_free(tx, spec.name, job_id)
-    spec = await _resolve_session_target(tx, terms, caller, spec)
-    next_at = schedule_slots.find_first_slot(spec.schedule, now) if spec.enabled else None
+    spec = await _resolve_session_target(tx, context, caller, spec)
+    next_at = find_first_slot(spec.schedule, now) if spec.enabled else None
     await tx.do(SQL.insert, id=job_id, **_build_columns(spec), next_at=next_at, now=now)
     job = await get_job(tx, job_id)
     await idempotency.record_answer(tx, command, job, now)
@@ -243,19 +241,19 @@ async def add_job(
 
 
 async def update_job(
-    tx: Tx, terms: FiringContext, caller: Caller, job_id: str, patch: JobPatch, now: int
+    tx: Tx, context: FiringContext, caller: Caller, job_id: str, patch: JobPatch, now: int
 ) -> Job:
     job = await get_job(tx, job_id)
     if patch.delivery is not UNSET:
-        check_channel(patch.delivery, terms)
-    spec = complete_job_spec(patch.apply_to(job.spec), terms.config, now)
+        check_channel(patch.delivery, context)
+    spec = complete_job_spec(patch.apply_to(job.spec), context.config, now)
     if spec.name != job.spec.name:
         await _check_name_is_free(tx, spec.name, job_id)
     if patch.session_target is not UNSET:
-        spec = await _resolve_session_target(tx, terms, caller, spec)
+        spec = await _resolve_session_target(tx, context, caller, spec)
     next_at = job.next_at if spec.enabled else None
     if spec.enabled and (next_at is None or spec.schedule != job.spec.schedule):
-        next_at = schedule_slots.find_first_slot(spec.schedule, now)
+        next_at = find_first_slot(spec.schedule, now)
     await tx.do(SQL.update, id=job_id, **_build_columns(spec), next_at=next_at, now=now)
     return await get_job(tx, job_id)
 
@@ -303,7 +301,7 @@ async def list_job_runs(tx: Tx, job_id: str, limit: int) -> list[Row]:
     return await tx.all(SQL.runs_between, first=f"cron:{job_id}:", after=f"cron:{job_id};", limit=limit)
 
 
-async def _resolve_session_target(tx: Tx, terms: FiringContext, caller: Caller, spec: JobSpec) -> JobSpec:
+async def _resolve_session_target(tx: Tx, context: FiringContext, caller: Caller, spec: JobSpec) -> JobSpec:
     """Return the spec with the full key of the session that its target names, if any; it must exist."""
     target = spec.session_target or ""
     if target in {"isolated", "main"}:
@@ -312,9 +310,9 @@ async def _resolve_session_target(tx: Tx, terms: FiringContext, caller: Caller, 
     with attach_field_to_errors("sessionTarget"):
         if kind != "session":
             raise InvalidInput(
-                f"There is no session target {target[:80]!r}.", "Use 'isolated', 'main' or 'session:<key>'."
+                f"{target[:80]!r} is not a session target.", "Use 'isolated', 'main' or 'session:<key>'."
             )
-        row = await terms.door.open(tx, caller, "send", reference)
+        row = await context.resolver.open(tx, caller, "send", reference)
     return msgspec.structs.replace(spec, session_target=f"session:{keys.display_full_key(row['key'])}")
 
 

@@ -33,9 +33,9 @@ UNFIRED_JOB_RETRY_SECONDS = 1.0  # for jobs that are due and could not be fired
 
 class Scheduler:
     def __init__(
-        self, *, terms: FiringContext, store: Store, bus: EventBus, clock: Clock, engine: Worker
+        self, *, context: FiringContext, store: Store, bus: EventBus, clock: Clock, engine: Worker
     ) -> None:
-        self.terms = terms
+        self.context = context
         self._store = store
         self._bus = bus
         self._clock = clock
@@ -45,7 +45,7 @@ class Scheduler:
 
     @property
     def enabled(self) -> bool:
-        return self.terms.config.cron.enabled
+        return self.context.config.cron.enabled
 
     async def run(self) -> None:
         """Fire due jobs and sleep until the next slot, until cancelled."""
@@ -71,9 +71,9 @@ class Scheduler:
             try:
                 fired = await self.fire_if_due(job_id)
             except AntiphonError as error:
-                log.error("Job %r could not be fired: %s", job_id, error)
+                log.error("Failed to fire job %r: %s", job_id, error)
             except Exception:
-                log.exception("Job %r could not be fired", job_id)
+                log.exception("Failed to fire job %r", job_id)
             else:
                 if fired.reason == BUSY_REASON:
                     return  # the others keep their slots, too
@@ -81,7 +81,7 @@ class Scheduler:
     async def fire_if_due(self, job_id: str) -> FiringResult:
         """Fire a job if it is due."""
         return await self._publish_firing(
-            await self._store.tx(firings.fire_if_due, self.terms, job_id, self._clock.now())
+            await self._store.tx(firings.fire_if_due, self.context, job_id, self._clock.now())
         )
 
     async def fire_on_request(self, job_id: str, command: IdempotentCommand, *, force: bool) -> FiringResult:
@@ -89,7 +89,7 @@ class Scheduler:
         run_id = f"cron:{job_id}:force:{uuid.uuid4()}" if force else None
         now = self._clock.now()
         return await self._publish_firing(
-            await self._store.tx(firings.fire_on_request, self.terms, job_id, run_id, command, now)
+            await self._store.tx(firings.fire_on_request, self.context, job_id, run_id, command, now)
         )
 
     async def _publish_firing(self, fired: FiringResult) -> FiringResult:
@@ -111,7 +111,7 @@ class Scheduler:
             log.error("%s", error)
             return UNFIRED_JOB_RETRY_SECONDS
         except Exception:
-            log.exception("The scheduler failed; it looks again in %.1f s", UNFIRED_JOB_RETRY_SECONDS)
+            log.exception("Scheduler failed; retrying in %.1f s", UNFIRED_JOB_RETRY_SECONDS)
             return UNFIRED_JOB_RETRY_SECONDS
         if next_at is None or not self.enabled:
             return self._max_sleep_seconds

@@ -60,6 +60,20 @@ def get_named_transcript(row: Row) -> tuple[int, str]:
     return row["named_transcript"], row["named_session_id"]
 
 
+async def load_full_session(tx: Tx, session: int) -> Row:
+    """Return every column of a session that exists."""
+    row = await tx.one(SQL.by_id, id=session)
+    assert row is not None
+    return row
+
+
+async def load_described_session(tx: Tx, session: int) -> Row:
+    """Return a session that exists with the columns of `SessionListRow`."""
+    row = await tx.one(SQL.list_row, id=session)
+    assert row is not None
+    return row
+
+
 async def list_by_label(tx: Tx, label: str, viewer: str | None) -> list[Row]:
     return await tx.all(SQL.by_label, label=label, viewer=viewer)
 
