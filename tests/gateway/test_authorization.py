@@ -101,7 +101,7 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "sessions.reset": (ADMIN, {"key": SPARE}),
     "sessions.compact": (ADMIN, {"key": MAIN, "maxLines": 1}),
     "sessions.delete": (ADMIN, {"key": SPARE}),
-    "cron.add": (ADMIN, JOB),
+    "cron.add": (ADMIN, {**JOB, "name": "another"}),
     "cron.update": (ADMIN, {"id": "job", "patch": {"enabled": False}}),
     "cron.run": (ADMIN, {"id": "job"}),
     "cron.remove": (ADMIN, {"id": "job"}),

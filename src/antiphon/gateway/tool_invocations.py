@@ -24,7 +24,7 @@ from antiphon.engine import validation
 from antiphon.engine.runs.run_loop import run_with_cancel_grace
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
 from antiphon.errors import AntiphonError, InvalidInput, NotFound, StoreError
-from antiphon.gateway.http.responses import build_json_response, read_json
+from antiphon.gateway.http.responses import ErrorInfo, ErrorResponse, build_json_response, read_json
 from antiphon.gateway.state import GatewayState
 from antiphon.operations.exchanges import MAX_REPLY_TIMEOUT_SECONDS
 from antiphon.operations.impersonation import ActingSession
@@ -59,36 +59,36 @@ class InvocationOutcome(NamedTuple):
 
 
 async def invoke_tool(
-    gateway: GatewayState, caller: Caller, wanted: ToolInvocation, key: str | None
+    gateway: GatewayState, caller: Caller, invocation: ToolInvocation, key: str | None
 ) -> InvocationOutcome:
     """Invoke a tool. With the same idempotency `key`, a built-in tool takes effect only once, ever."""
     access.require_scope(caller, "send")
-    name = wanted.tool or wanted.name or ""
+    name = invocation.tool or invocation.name or ""
     if not name:
-        raise InvalidInput("No tool is named.", "Set 'tool'.", field="tool")
+        raise InvalidInput("'tool' is missing.", "Set it to the name of a tool.", field="tool")
     _find_offered_tool(
         gateway, name, gateway.app.toolbox.select_allowed((), ())
     )  # before a session is created
     validation.validate_idempotency_key(key)
-    acting = await gateway.app.operations.act_as(caller, _choose_session(gateway.app.config, wanted))
-    _check_agent(acting, wanted.agent_id)
+    acting = await gateway.app.operations.act_as(caller, _choose_session(gateway.app.config, invocation))
+    _check_agent(acting, invocation.agent_id)
     tool = _find_offered_tool(gateway, name, acting.actor.tools)
     call = ToolRequest(
         caller=acting.actor.caller,
         run_id=f"http:{acting.session.key}",
         call_id=key or uuid.uuid4().hex,
-        arguments=_build_arguments(tool, wanted),
+        arguments=_build_arguments(tool, invocation),
     )
-    if wanted.dry_run:
-        text = f"The tool {name!r} is there and was not called."
+    if invocation.dry_run:
+        text = f"Tool {name!r} is available; it was not invoked."
         return InvocationOutcome(ToolOutput(text=text, details={"dryRun": True}), 200)
     return await _call_tool(tool, call)
 
 
 def _find_offered_tool(gateway: GatewayState, name: str, tools: Mapping[str, Tool]) -> Tool:
-    over_http = gateway.app.config.gateway.tools
+    settings = gateway.app.config.gateway.tools
     tool = tools.get(name)
-    if tool is None or name in over_http.deny or (tool.acts and name not in over_http.allow):
+    if tool is None or name in settings.deny or (tool.acts and name not in settings.allow):
         raise ToolMissing(
             f"Tool not available: {name[:80]}.",
             "Name it in gateway.tools.allow if it exists and may be used.",
@@ -96,28 +96,28 @@ def _find_offered_tool(gateway: GatewayState, name: str, tools: Mapping[str, Too
     return tool
 
 
-def _choose_session(config: Config, wanted: ToolInvocation) -> str:
-    if wanted.session_key is not None:
-        return wanted.session_key
-    if wanted.agent_id is None:
+def _choose_session(config: Config, invocation: ToolInvocation) -> str:
+    if invocation.session_key is not None:
+        return invocation.session_key
+    if invocation.agent_id is None:
         return "main"
-    return f"agent:{config.get_agent(keys.validate_agent_id(wanted.agent_id)).id}:main"
+    return f"agent:{config.get_agent(keys.validate_agent_id(invocation.agent_id)).id}:main"
 
 
-def _check_agent(acting: ActingSession, wanted: str | None) -> None:
+def _check_agent(acting: ActingSession, requested: str | None) -> None:
     agent_id = acting.actor.caller.agent_id
-    if wanted is not None and wanted.lower() != agent_id:
+    if requested is not None and requested.lower() != agent_id:
         raise InvalidInput(
-            f"Session {acting.session.key!r} belongs to the agent {agent_id!r}, not to {wanted[:80]!r}.",
+            f"Session {acting.session.key!r} belongs to the agent {agent_id!r}, not to {requested[:80]!r}.",
             "Leave 'agentId' out, or name a session of that agent.",
             field="agentId",
         )
 
 
-def _build_arguments(tool: Tool, wanted: ToolInvocation) -> dict[str, Any]:
-    arguments = dict(wanted.args or {})
-    if wanted.action is not None and "action" in tool.spec.parameters.get("properties", {}):
-        arguments.setdefault("action", wanted.action)
+def _build_arguments(tool: Tool, invocation: ToolInvocation) -> dict[str, Any]:
+    arguments = dict(invocation.args or {})
+    if invocation.action is not None and "action" in tool.spec.parameters.get("properties", {}):
+        arguments.setdefault("action", invocation.action)
     return arguments
 
 
@@ -128,24 +128,24 @@ async def _call_tool(tool: Tool, call: ToolRequest) -> InvocationOutcome:
         async with asyncio.timeout(seconds):
             result = await run_with_cancel_grace(tool.invoke(call))
     except TimeoutError:
-        return _build_failure(504, f"The tool {name!r} did not answer within {seconds:g} seconds.")
+        return _build_failure(504, f"Tool {name!r} timed out after {seconds:g} s.")
     except StoreError:
         raise
     except AntiphonError as error:
         return InvocationOutcome(render_refusal(error), 200)
     except Exception:
         log.exception("Tool %r failed when it was invoked", name)
-        return _build_failure(500, f"The tool {name!r} failed. See the log of the gateway.")
+        return _build_failure(500, f"Tool {name!r} failed. See the gateway's log.")
     return InvocationOutcome(result, 200)
 
 
 def _get_requested_wait_seconds(tool: Tool, arguments: Mapping[str, Any]) -> float:
     """Return how long the arguments ask the tool to wait; the tool enforces its `timeoutSeconds` itself."""
-    takes = tool.spec.parameters.get("properties", {}).get("timeoutSeconds")
-    if takes is None:
+    schema = tool.spec.parameters.get("properties", {}).get("timeoutSeconds")
+    if schema is None:
         return 0.0
     try:
-        seconds = float(arguments.get("timeoutSeconds", takes.get("default", 0.0)))
+        seconds = float(arguments.get("timeoutSeconds", schema.get("default", 0.0)))
     except (TypeError, ValueError):
         return 0.0  # the tool rejects the invalid number itself
     return min(seconds, MAX_REPLY_TIMEOUT_SECONDS) if seconds > 0 else 0.0
@@ -153,10 +153,10 @@ def _get_requested_wait_seconds(tool: Tool, arguments: Mapping[str, Any]) -> flo
 
 def format_tool_error(result: ToolOutput) -> dict[str, Any]:
     """Return a tool's error for both transports: a message, and the details that the model would read."""
-    told: object = result.details
-    if not isinstance(told, dict):
+    details: object = result.details
+    if not isinstance(details, dict):
         return {"message": result.text}
-    details = cast("dict[str, Any]", told)
+    details = cast("dict[str, Any]", details)
     return {"message": details.get("error", result.text), "details": details}
 
 
@@ -164,23 +164,28 @@ def _build_failure(status: int, message: str) -> InvocationOutcome:
     return InvocationOutcome(ToolOutput(text=message, is_error=True), status)
 
 
+class InvocationResult(msgspec.Struct, frozen=True):
+    content: list[dict[str, str]]
+    details: Any
+
+
+class InvocationResponse(msgspec.Struct, frozen=True):
+    """A tool's result as text and as data. Refusals by the tool are results, too."""
+
+    ok: bool
+    result: InvocationResult
+
+
 async def post_invoke(gateway: GatewayState, caller: Caller, request: Request) -> Response:
+    """Handle `POST /tools/invoke`."""
     access.require_scope(caller, "send")  # before the body is read
     invocation = await read_json(request, ToolInvocation)
     result, status = await invoke_tool(gateway, caller, invocation, request.headers.get("idempotency-key"))
     if status != 200:
-        error = {"type": "tool_error", **format_tool_error(result)}
-        return build_json_response({"ok": False, "error": error}, status)
+        error = ErrorInfo(type="tool_error", **format_tool_error(result))
+        return build_json_response(ErrorResponse(error=error), status)
+    # A refusal in plain text becomes the `status` and `error` that other refusals have.
+    is_plain_refusal = result.is_error and result.details is None
+    details = {"status": "error", "error": result.text} if is_plain_refusal else result.details
     content = [{"type": "text", "text": result.text}]
-    return build_json_response(
-        {"ok": True, "result": {"content": content, "details": _format_details(result)}}
-    )
-
-
-def _format_details(result: ToolOutput) -> Any:
-    """Return the result as data; a plain-text refusal becomes the `status` and `error` that tool refusals have."""
-    return (
-        {"status": "error", "error": result.text}
-        if result.is_error and result.details is None
-        else result.details
-    )
+    return build_json_response(InvocationResponse(ok=True, result=InvocationResult(content, details)))

@@ -42,6 +42,23 @@ class StreamPosition(msgspec.Struct, frozen=True):
         return f"{self.session_id}:{self.seq}"
 
 
+class HistoryResponse(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """A page of a transcript, oldest entry first. `items` and `messages` are the same."""
+
+    session_key: str
+    session_id: str
+    items: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
+    has_more: bool
+    total: int
+    next_cursor: str | None = None
+
+
+class KillResponse(msgspec.Struct, frozen=True):
+    ok: bool
+    killed: bool
+
+
 async def get_history(
     gateway: GatewayState, slots: StreamSlots, identity: ClientIdentity, request: Request
 ) -> Response:
@@ -61,7 +78,7 @@ async def get_history(
 async def post_kill(gateway: GatewayState, caller: Caller, request: Request) -> Response:
     """Stop the running and queued runs of a session; nothing is deleted."""
     stopped = await gateway.app.operations.stop(caller, read_session_from_path(request, "/kill"))
-    return build_json_response({"ok": True, "killed": bool(stopped.run_ids)})
+    return build_json_response(KillResponse(ok=True, killed=bool(stopped.run_ids)))
 
 
 def read_session_from_path(request: Request, suffix: str) -> str:
@@ -92,17 +109,11 @@ def _check_session_key(operations: Operations, caller: Caller, session: str) -> 
         raise access.build_session_missing_error(session) from None
 
 
-def format_history_page(page: HistoryPage) -> dict[str, Any]:
+def format_history_page(page: HistoryPage) -> HistoryResponse:
     messages = [wire.format_http_history_item(item) for item in page.messages]
-    view: dict[str, Any] = {
-        "sessionKey": page.session_key,
-        "sessionId": page.session_id,
-        "items": messages,
-        "messages": messages,
-        "hasMore": page.has_more,
-        "total": page.total,
-    }
-    return view if page.next_cursor is None else {**view, "nextCursor": page.next_cursor}
+    return HistoryResponse(
+        page.session_key, page.session_id, messages, messages, page.has_more, page.total, page.next_cursor
+    )
 
 
 class HistoryStream:

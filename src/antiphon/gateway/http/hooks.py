@@ -35,7 +35,7 @@ class _HookBody(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbi
 
 
 class AgentHook(_HookBody, frozen=True):
-    """What `POST /hooks/agent` takes. The answer stays in the session, which is what the channel `webchat` shows."""
+    """Body of `POST /hooks/agent`. The answer stays in the session, which is what the channel `webchat` shows."""
 
     message: str
     name: Annotated[str, msgspec.Meta(max_length=200)] | None = None
@@ -53,6 +53,12 @@ class AgentHook(_HookBody, frozen=True):
 class WakeHook(_HookBody, frozen=True):
     text: str
     mode: Literal["now", "next-heartbeat"] | None = None
+
+
+class HookReceipt(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    ok: bool
+    run_id: str
+    session_key: str | None = None
 
 
 class HookEndpoints:
@@ -78,51 +84,53 @@ class HookEndpoints:
         )
 
     async def post_agent(self, request: Request) -> Response:
-        wanted = await read_json(request, AgentHook)
-        _check_name(wanted.name)
-        if wanted.deliver is not False:
-            check_channel("channel", wanted.channel)
-        again = request.headers.get("idempotency-key")
-        session = self._choose_session(wanted, again)
+        hook = await read_json(request, AgentHook)
+        _check_name(hook.name)
+        if hook.deliver is not False:
+            check_channel("channel", hook.channel)
+        idempotency_key = request.headers.get("idempotency-key")
+        session = self._choose_session(hook, idempotency_key)
         accepted = await self._submit(
             IncomingMessage(
                 session=session,
-                content=wanted.message,
-                idempotency_key=again,
+                content=hook.message,
+                idempotency_key=idempotency_key,
                 origin="hook",
-                model=wanted.model,
-                thinking=wanted.thinking,
-                timeout_seconds=wanted.timeout_seconds,
-                provenance=Provenance(kind="hook", source_tool=wanted.name),
+                model=hook.model,
+                thinking=hook.thinking,
+                timeout_seconds=hook.timeout_seconds,
+                provenance=Provenance(kind="hook", source_tool=hook.name),
             )
         )
-        return build_json_response({"ok": True, "runId": accepted.run_id, "sessionKey": accepted.session_key})
+        return build_json_response(
+            HookReceipt(ok=True, run_id=accepted.run_id, session_key=accepted.session_key)
+        )
 
     async def post_wake(self, request: Request) -> Response:
-        wanted = await read_json(request, WakeHook)
+        hook = await read_json(request, WakeHook)
         self._check_agent(None)
         accepted = await self._submit(
             IncomingMessage(
                 session="main",
-                content=wanted.text,
+                content=hook.text,
                 idempotency_key=request.headers.get("idempotency-key"),
                 origin="hook",
                 provenance=Provenance(kind="hook", source_tool="wake"),
             )
         )
-        return build_json_response({"ok": True, "runId": accepted.run_id})
+        return build_json_response(HookReceipt(ok=True, run_id=accepted.run_id))
 
     async def _submit(self, message: IncomingMessage) -> MessageReceipt:
         return await self._gateway.app.operations.submit(HOOK_CALLER, message)
 
-    def _choose_session(self, wanted: AgentHook, again: str | None) -> str:
-        if wanted.session_key is not None:
-            return self._check_requested_session(wanted.session_key, wanted.agent_id)
-        if self._settings.default_session_key is not None and wanted.agent_id is None:
+    def _choose_session(self, hook: AgentHook, idempotency_key: str | None) -> str:
+        if hook.session_key is not None:
+            return self._check_requested_session(hook.session_key, hook.agent_id)
+        if self._settings.default_session_key is not None and hook.agent_id is None:
             return self._check_default_session(self._settings.default_session_key)
         # A retry with the same idempotency key must go to the same session, or it would be another message.
-        unique = uuid.uuid5(_SESSION_NAMESPACE, again) if again else uuid.uuid4()
-        return str(keys.owned_key(self._check_agent(wanted.agent_id), "hook", str(unique)))
+        unique = uuid.uuid5(_SESSION_NAMESPACE, idempotency_key) if idempotency_key else uuid.uuid4()
+        return str(keys.owned_key(self._check_agent(hook.agent_id), "hook", str(unique)))
 
     def _check_default_session(self, reference: str) -> str:
         if self._settings.allowed_agent_ids is not None:
@@ -172,9 +180,9 @@ class HookEndpoints:
             )
         return key
 
-    def _check_agent(self, wanted: str | None) -> str:
+    def _check_agent(self, agent_id: str | None) -> str:
         config = self._gateway.app.config
-        agent_id = config.get_agent(keys.validate_agent_id(wanted or config.default_agent_id)).id
+        agent_id = config.get_agent(keys.validate_agent_id(agent_id or config.default_agent_id)).id
         allowed = self._settings.allowed_agent_ids
         if allowed is not None and not any(fnmatchcase(agent_id, pattern.lower()) for pattern in allowed):
             raise Forbidden(

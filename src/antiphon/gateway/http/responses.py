@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import anyio
 import msgspec
+from msgspec import UnsetType
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
 from starlette.requests import ClientDisconnect, Request
@@ -58,6 +59,20 @@ def build_json_response(
 # --- errors ---
 
 
+class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    type: str
+    message: str
+    details: Any = None
+    """What a tool returned as its error."""
+
+
+class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """An error. The OpenAI endpoints and failed authentication leave `ok` out."""
+
+    ok: bool | UnsetType = False
+    error: ErrorInfo
+
+
 class RunContinues(Unavailable):
     """The gateway is stopping, but the run was accepted; a retry without the same idempotency key starts another."""
 
@@ -78,7 +93,7 @@ def build_error_headers(error: AntiphonError) -> dict[str, str]:
 
 
 def build_error_response(error: AntiphonError) -> Response:
-    body: dict[str, Any] = {"ok": False, "error": {"type": get_error_type(error), "message": str(error)}}
+    body: object = ErrorResponse(error=ErrorInfo(get_error_type(error), str(error)))
     if isinstance(error, Unauthorized):
         message = f"Unauthorized. {error}" if error.http == 401 else str(error)
         body = {"error": {"message": message, "type": error.code}}
@@ -86,15 +101,12 @@ def build_error_response(error: AntiphonError) -> Response:
 
 
 def build_unexpected_error_response() -> Response:
-    return build_json_response(
-        {"ok": False, "error": {"type": "internal", "message": UNEXPECTED_ERROR_MESSAGE}}, 500
-    )
+    return build_json_response(ErrorResponse(error=ErrorInfo("internal", UNEXPECTED_ERROR_MESSAGE)), 500)
 
 
 def build_wrong_method_response(allowed: str) -> Response:
-    message = f"This address does not take that method. Use {allowed}."
-    body = {"ok": False, "error": {"type": "method_not_allowed", "message": message}}
-    return build_json_response(body, 405, {"Allow": allowed})
+    error = ErrorInfo("method_not_allowed", f"This path does not support the method. Use {allowed}.")
+    return build_json_response(ErrorResponse(error=error), 405, {"Allow": allowed})
 
 
 # --- bodies ---

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -34,6 +35,27 @@ log = logging.getLogger(__name__)
 Endpoint = Callable[[Request], Awaitable[Response]]
 CallerEndpoint = Callable[[Caller, Request], Awaitable[Response]]
 IdentityEndpoint = Callable[[ClientIdentity, Request], Awaitable[Response]]
+
+
+class GatewayInfo(msgspec.Struct, frozen=True):
+    name: str
+    version: str
+    docs: str
+
+
+class Liveness(msgspec.Struct, frozen=True):
+    ok: bool
+    status: str
+
+
+class Readiness(msgspec.Struct, frozen=True, omit_defaults=True):
+    ready: bool
+    failing: list[str] = []
+    """What keeps the gateway from accepting work."""
+    degraded: list[str] = []
+    """What fails without keeping the gateway from accepting work."""
+
+
 CLIENT_CLOSED_REQUEST_STATUS = 499  # counted if the client disconnects before the response
 
 
@@ -73,10 +95,10 @@ class HttpRoutes:
 
     async def _get_readiness(self, request: Request) -> Response:
         if failing := await health.list_readiness_failures(self._gateway):
-            return build_json_response({"ready": False, "failing": failing}, 503)
+            return build_json_response(Readiness(ready=False, failing=failing), 503)
         # Without the bus, requests are still accepted and stored, so the gateway stays ready.
-        degraded = {} if self._gateway.app.links.is_connected() else {"degraded": ["bus"]}
-        return build_json_response({"ready": True, **degraded})
+        degraded = [] if self._gateway.app.links.is_connected() else ["bus"]
+        return build_json_response(Readiness(ready=True, degraded=degraded))
 
     def _build_session_routes(self) -> list[BaseRoute]:
         gateway, slots, operator = self._gateway, self.slots, self._require_caller
@@ -249,13 +271,11 @@ def _check_query_has_no_token(request: Request) -> None:
 
 
 async def _get_root(request: Request) -> Response:
-    return build_json_response(
-        {"name": "antiphon", "version": __version__, "docs": "GET /openapi.json with the token"}
-    )
+    return build_json_response(GatewayInfo("antiphon", __version__, "GET /openapi.json with the token"))
 
 
 async def _get_health(request: Request) -> Response:
-    return build_json_response({"ok": True, "status": "live"})
+    return build_json_response(Liveness(ok=True, status="live"))
 
 
 async def _get_openapi(caller: Caller, request: Request) -> Response:

@@ -37,12 +37,12 @@ from antiphon.views import MessageReceipt, RunView
 
 
 class ImageUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    url: str
+    url: openai.ImageDataUrl
     detail: str | None = None
 
 
 class ChatContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: str
+    type: Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["text", "refusal", "image_url"]})]
     text: str | None = None
     refusal: str | None = None
     image_url: ImageUrl | None = None

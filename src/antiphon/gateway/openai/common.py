@@ -72,6 +72,9 @@ MAX_MESSAGES_PER_REQUEST = 500
 """All of them are added in one commit, which delays other writers."""
 
 MessageContent = str | list[TextBlock | ImageBlock]
+ImageDataUrl = Annotated[
+    str, msgspec.Meta(description="A data: URL of a PNG, JPEG, GIF or WebP image. Other URLs are rejected.")
+]
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
 Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
@@ -133,6 +136,19 @@ class RequestSession(msgspec.Struct, frozen=True):
 # --- agents ---
 
 
+class ModelInfo(msgspec.Struct, frozen=True):
+    id: str
+    object: str
+    created: int
+    """Seconds."""
+    owned_by: str = DEFAULT_MODEL_NAME
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    object: str
+    data: list[ModelInfo]
+
+
 def resolve_agent_id(config: Config, model: str) -> str:
     """Return the agent for a model name; `antiphon` and `…/default` are the default agent."""
     found = _MODEL_PATTERN.fullmatch(model.strip())
@@ -154,10 +170,7 @@ async def get_models(gateway: GatewayState, caller: Caller, request: Request) ->
     config = gateway.app.config
     names = [DEFAULT_MODEL_NAME, *(f"{DEFAULT_MODEL_NAME}/{agent_id}" for agent_id in config.agent_ids)]
     created = gateway.started_at // 1000
-    models = [
-        {"id": name, "object": "model", "created": created, "owned_by": DEFAULT_MODEL_NAME} for name in names
-    ]
-    return build_json_response({"object": "list", "data": models})
+    return build_json_response(ModelList("list", [ModelInfo(name, "model", created) for name in names]))
 
 
 # --- sessions ---

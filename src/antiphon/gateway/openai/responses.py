@@ -36,13 +36,15 @@ from antiphon.runtimes import Sampling
 from antiphon.views import MessageReceipt, RunView
 
 RESPONSE_ID_PREFIX = "resp_"
+TEXT_PART_TYPES = ["input_text", "output_text", "text", "refusal"]
+CONTENT_PART_TYPES = [*TEXT_PART_TYPES, "input_image"]
 
 
 class ResponseContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: str
+    type: Annotated[str, msgspec.Meta(extra_json_schema={"enum": CONTENT_PART_TYPES})]
     text: str | None = None
     refusal: str | None = None
-    image_url: str | None = None
+    image_url: openai.ImageDataUrl | None = None
     detail: str | None = None
     # Part of this API's answers, which clients send back unchanged.
     annotations: list[Any] | None = None
@@ -256,7 +258,7 @@ def _parse_content(content: str | list[ResponseContentPart] | None, where: str) 
 
 
 def _parse_part(part: ResponseContentPart, where: str) -> TextBlock | ImageBlock:
-    if part.type in {"input_text", "output_text", "text", "refusal"}:
+    if part.type in TEXT_PART_TYPES:
         return TextBlock(text=part.text or part.refusal or "")
     if part.type == "input_image" and part.image_url is not None:
         openai.check_image_detail(part.detail, where)
