@@ -34,10 +34,8 @@ from antiphon.config import (
     secrets,
 )
 from antiphon.config.base import Section
-from antiphon.config.duplicate_keys import find_duplicate_keys
-from antiphon.config.foreign_keys import FOREIGN_KEYS
-from antiphon.config.tool_names import SESSION_TOOL_NAMES, TOOL_GROUPS
-from antiphon.config.unused_keys import UNUSED_KEYS
+from antiphon.config.compat import FOREIGN_KEYS, SESSION_TOOL_NAMES, TOOL_GROUPS, UNUSED_KEYS
+from antiphon.config_file import find_duplicate_keys
 from antiphon.errors import ConfigError, NotFound, UnknownModel
 from antiphon.operations import Operations
 from antiphon.runtimes.registry import RuntimeRegistry
@@ -518,6 +516,7 @@ READ_WITHIN = {
     "session.sendPolicy.rules.[].match.surface": "as channel_name",
     "models.mode": "there is nothing that could be merged or replaced",
     "session.compat.providerField": "rows always have it",
+    "store.synchronous": "as store_synchronous",
 }
 
 

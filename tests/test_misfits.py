@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from antiphon import validation_errors
 from antiphon.config import Config
-from antiphon.config.base import MAX_COMPARED_NAME_CHARACTERS, find_nearest
 from antiphon.errors import AntiphonError
 from antiphon.gateway.ws import frames
 from antiphon.tools import _arguments
+from antiphon.validation_errors import MAX_COMPARED_NAME_CHARACTERS, find_nearest
 
 pytestmark = pytest.mark.requirement("W1")
 

@@ -20,6 +20,7 @@ from antiphon.errors import InvalidInput
 
 T = TypeVar("T")
 
+ThinkingLevel = Literal["off", "minimal", "low", "medium", "high", "xhigh"]
 StopReason = Literal["stop", "length", "toolUse", "error", "aborted"]
 INJECTED_MODEL = "gateway-injected"  # the model of entries that were added without asking one
 CLIENT_PROVIDER = "client"  # the provider of answers that a client says were given elsewhere before

@@ -65,7 +65,7 @@ async def require_no_live_replicas(config: Config, state_dir: Path) -> None:
     Raises:
         Unavailable: at least one gateway is.
     """
-    if config.store.url is None:
+    if config.store_url is None:
         return
     async with open_operations_readonly(config, state_dir) as operations:
         others = [found for found in await operations.list_replicas(Caller.operator()) if found.alive]

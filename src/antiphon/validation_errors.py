@@ -1,13 +1,25 @@
-"""Explains data of the wrong shape: where and why, in words for its sender."""
+"""Explains invalid data to its sender: where it is, what is wrong, and which name was probably meant.
+
+This is for data that msgspec decodes. A config is explained by `antiphon.config.errors`, which lists every problem
+and knows which values may be shown.
+"""
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 MAX_ERROR_CHARACTERS = (
     240  # characters of an error; it may quote megabytes of input, which are cut in the middle
 )
+
+MAX_COMPARED_NAME_CHARACTERS = 64
+"""Longest name that is compared with the valid ones; comparing megabytes would take seconds and match nothing."""
+
+MAX_LISTED_OPTIONS = 12
+"""Most valid names that an error lists in addition to a suggestion."""
 
 _PATH_PATTERN = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
 _UNKNOWN_FIELD_PATTERN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
@@ -76,3 +88,21 @@ def replace_lone_surrogates(raw: str | bytes) -> bytes:
     # Escaped backslashes are replaced temporarily, so that every other backslash begins an escape.
     text = _LONE_SURROGATE_PATTERN.sub(r"\\ufffd", text.replace(r"\\", "\0")).replace("\0", r"\\")
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+
+
+def find_nearest(word: str, options: Iterable[str], *, alike: float = 0.6) -> str | None:
+    """The option most similar to `word`, ignoring case, or None if no similarity reaches `alike` (0 to 1)."""
+    if len(word) > MAX_COMPARED_NAME_CHARACTERS:
+        return None
+    by_lower = {option.lower(): option for option in options}
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=alike)
+    return by_lower[found[0]] if found else None
+
+
+def suggest_options(word: str, options: Sequence[str], *, noun: str, prefix: str = "") -> str:
+    """A hint with the nearest option if one is close, and with all options if they are few."""
+    near = find_nearest(word, options)
+    parts = [f"Did you mean {prefix + near!r}?"] if near else []
+    if options and (len(options) <= MAX_LISTED_OPTIONS or not near):
+        parts.append(f"Valid {noun}: {', '.join(repr(option) for option in options)}.")
+    return " ".join(parts) or f"There are no {noun}."

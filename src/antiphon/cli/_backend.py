@@ -255,7 +255,7 @@ async def _index_new_messages(settings: Settings) -> None:
     from antiphon.store.statedir import StateDir
 
     config, home = settings.load_config_lazily(), StateDir.open_unlocked(settings.paths.state_dir)
-    if config.store.url is not None:
+    if config.store_url is not None:
         return
     # Fails if the schema would have to be migrated first.
     async with open_store_readonly(config, home.path) as store:

@@ -112,7 +112,8 @@ def _read_owner_token(settings: Settings) -> str | None:
     from antiphon.gateway.tokens import TOKEN_FILE_NAME as TOKENS
     from antiphon.gateway.tokens import TokenRegistry
 
-    if _mentions_auth(settings.paths.config):
+    document = settings.read_config_document()
+    if document is not None and "gateway" in document.content:
         auth = settings.load().config.gateway.auth
         secret = auth.password if auth.mode == "password" else auth.token
         if auth.mode == "none":
@@ -125,11 +126,3 @@ def _read_owner_token(settings: Settings) -> str | None:
             f"The token file {str(path)!r} is gone.", "Restart the gateway, or pass --token-file."
         )
     return TokenRegistry.read(path).owner_token
-
-
-def _mentions_auth(config: Path) -> bool:
-    """Whether the configuration may set a token; reading all of it takes longer than most commands."""
-    try:
-        return b"auth" in config.read_bytes()
-    except OSError:
-        return False

@@ -6,9 +6,9 @@ They may stand before or after the command's name; otherwise environment variabl
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -16,6 +16,7 @@ from antiphon.paths import Paths, locate_paths
 
 if TYPE_CHECKING:
     from antiphon.config import Config, LoadedConfig
+    from antiphon.config_file import ConfigDocument
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,42 +46,17 @@ class Settings:
         return [url.strip() for url in given.split(",") if url.strip()]
 
     def load_config_lazily(self) -> Config:
-        """Return the configuration, read only when an attribute is needed that is not known without it.
+        """Return the configuration; it is validated when a setting is needed that its document does not answer."""
+        from antiphon.cli._deferred_config import DeferredConfig
 
-        Reading it takes longer than most commands do, and a file that does not contain a section's name does not set
-        it.
-        """
-        from antiphon.keys import DEFAULT_AGENT_ID
+        return DeferredConfig(self.read_config_document())
 
-        known: dict[str, object] = {}
-        if (said := self._read_config_bytes()) is None:
-            return self.load().config  # raises an error that explains what is wrong
-        if b"store" not in said:
-            known["store"] = _DefaultStoreSettings()
-        if b"session" not in said and b"agents" not in said:
-            known["default_agent_id"] = DEFAULT_AGENT_ID
-            known["session"] = _LazyObject(lambda: self.load().config.session, DEFAULT_SESSION_SETTINGS)
-        if b"agents" not in said and b"models" not in said:
-            known["agent_ids"] = (DEFAULT_AGENT_ID,)
-            known["get_model_ref"] = lambda agent_id: REHEARSAL_MODEL  # pyright: ignore[reportUnknownLambdaType]
-            known["find_model"] = self._find_model
-        if not any(name in said for name in (b"mirror", b"store", b"bus")):
-            known["mirrors_transcripts"] = True
-        return cast("Config", _LazyObject(lambda: self.load().config, known))
+    def read_config_document(self) -> ConfigDocument | None:
+        """Read the configuration without validating it; None if there is no file."""
+        from antiphon.config_file import read_document
 
-    def _find_model(self, ref: str) -> object:
-        """Return a model as the configuration would; the built-in model is known without reading it."""
-        return _FoundModel() if ref == REHEARSAL_MODEL else self.load().config.find_model(ref)
-
-    def _read_config_bytes(self) -> bytes | None:
-        """Return the content of the file: empty if an optional file is missing, None if it could not be read."""
         paths = self.paths
-        try:
-            return paths.config.read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return None if paths.config_explicit else b""
-        except OSError:
-            return None
+        return read_document(paths.config, required=paths.config_explicit)
 
     def load(self) -> LoadedConfig:
         """Load the configuration. The default file need not exist; a file named by the user must."""
@@ -88,45 +64,6 @@ class Settings:
 
         paths = self.paths
         return load(paths.config, required=paths.config_explicit)
-
-
-DEFAULT_SESSION_SETTINGS = {"main_key": "main", "scope": "per-sender"}
-"""Settings that decide which session a name refers to, if the section `session` does not set them."""
-
-
-REHEARSAL_MODEL = "rehearsal/rehearsal"
-"""The model that answers if none is configured."""
-
-
-class _RehearsalModel(NamedTuple):
-    """The attributes of the built-in model that session rows show."""
-
-    context_window: None = None
-
-
-class _FoundModel(NamedTuple):
-    """The built-in model, in the form in which the configuration returns models."""
-
-    model: _RehearsalModel = _RehearsalModel()
-
-
-class _DefaultStoreSettings(NamedTuple):
-    """The values of the section `store` if it is not configured."""
-
-    url: None = None
-    synchronous: str = "full"
-
-
-class _LazyObject:
-    """Stands in for an object until an attribute is needed that is not known without it."""
-
-    def __init__(self, make: Callable[[], object], known: Mapping[str, object]) -> None:
-        self._make = make
-        self.__dict__.update(known)
-
-    def __getattr__(self, name: str) -> Any:
-        self.__dict__["_made"] = made = self.__dict__.get("_made") or self._make()
-        return getattr(made, name)
 
 
 def _store_option(ctx: click.Context, param: click.Parameter, value: object) -> None:

@@ -115,7 +115,7 @@ async def _read_store_status(settings: Settings) -> dict[str, Any]:
     home = StateDir.open_unlocked(settings.paths.state_dir)
     facts: dict[str, Any] = {"running": False, "stateDir": str(home.path), "holder": home.holder}
     config, operator = settings.load_config_lazily(), Caller.operator()
-    elsewhere = config.store.url is not None
+    elsewhere = config.store_url is not None
     if not elsewhere and not home.database.exists():
         return {**facts, "sessions": 0, "runs": {"queued": 0, "running": 0}, "deliveries": {}}
     async with open_operations_readonly(config, home.path) as operations:

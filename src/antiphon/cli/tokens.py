@@ -29,7 +29,7 @@ def command() -> None: ...
 def _load_shared_store_config(settings: Settings) -> Config | None:
     """Return the configuration if tokens are rows of a database shared by replicas, else None."""
     config = settings.load_config_lazily()
-    return config if config.store.url is not None else None
+    return config if config.store_url is not None else None
 
 
 def _run_on_store(settings: Settings, config: Config, work: Callable[[Store], Awaitable[T]]) -> T:

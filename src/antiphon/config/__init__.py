@@ -13,7 +13,7 @@ from antiphon.config.agents import (
     ToolRules,
 )
 from antiphon.config.base import Thinking, Visibility
-from antiphon.config.load import LoadedConfig, list_secrets, load, parse
+from antiphon.config.load import LoadedConfig, list_secrets, load, load_document, parse
 from antiphon.config.schema import (
     REHEARSAL_MODEL_REF,
     REHEARSAL_PROVIDER,
@@ -59,6 +59,7 @@ __all__ = [
     "build_json_schema",
     "list_secrets",
     "load",
+    "load_document",
     "locate_paths",
     "parse",
 ]

@@ -22,8 +22,8 @@ from antiphon.config.base import (
     Visibility,
     build_expected_error,
 )
+from antiphon.config.compat import ToolNames
 from antiphon.config.sections import ToolsConfig
-from antiphon.config.tool_names import ToolNames
 
 IMPLICIT_AGENT_ID = "main"
 """The agent that exists when the config lists none."""

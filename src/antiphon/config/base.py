@@ -6,23 +6,33 @@ true. Keys on disk are camelCase and belong to the format; attributes are snake_
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
+from antiphon.messages import ThinkingLevel
+
 MAX_NUMBER = 1_000_000_000
 """Upper bound of every count and duration: far beyond any use, and safe for any clock or file size."""
 
-MAX_COMPARED_NAME_CHARACTERS = 64
-"""Longest name that is compared with the valid ones; comparing megabytes would take seconds and match nothing."""
 
-MAX_LISTED_OPTIONS = 12
-"""Most valid names that an error lists in addition to a suggestion."""
+Location = Sequence[str | int]
+"""Keys and list indexes from the top of the config to a value."""
+
+
+def format_path(location: Location) -> str:
+    """Formats a location as a path: `agents.list[0].id`."""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        else:
+            path += f".{step}" if path else step
+    return path
 
 
 def _format_title(name: str, _field: object) -> str:
@@ -86,22 +96,5 @@ AgentPatterns = Annotated[tuple[Annotated[str, AfterValidator(_lower_pattern)], 
 Visibility = Literal["self", "tree", "agent", "all"]
 Control = Literal["self", "tree"]
 Action = Literal["allow", "deny"]
-Thinking = Literal["off", "minimal", "low", "medium", "high", "xhigh", "adaptive", "max"]
-
-
-def find_nearest(word: str, options: Iterable[str], *, alike: float = 0.6) -> str | None:
-    """The option most similar to `word`, ignoring case, or None if no similarity reaches `alike` (0 to 1)."""
-    if len(word) > MAX_COMPARED_NAME_CHARACTERS:
-        return None
-    by_lower = {option.lower(): option for option in options}
-    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=alike)
-    return by_lower[found[0]] if found else None
-
-
-def suggest_options(word: str, options: Sequence[str], *, noun: str, prefix: str = "") -> str:
-    """A hint with the nearest option if one is close, and with all options if they are few."""
-    near = find_nearest(word, options)
-    parts = [f"Did you mean {prefix + near!r}?"] if near else []
-    if options and (len(options) <= MAX_LISTED_OPTIONS or not near):
-        parts.append(f"Valid {noun}: {', '.join(repr(option) for option in options)}.")
-    return " ".join(parts) or f"There are no {noun}."
+Thinking = Literal[ThinkingLevel, "adaptive", "max"]
+"""Thinking levels that a config may name; the last two are those of related gateways."""

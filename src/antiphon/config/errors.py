@@ -18,13 +18,13 @@ from antiphon.config.base import (
     CALLABLE_TARGET_PATTERN,
     URL_PATH_PATTERN,
     WEB_ADDRESS_PATTERN,
-    suggest_options,
+    Location,
+    format_path,
 )
 from antiphon.config.schema import Config
 from antiphon.config.secrets import Secret
 from antiphon.errors import ConfigError
-
-Location = Sequence[str | int]
+from antiphon.validation_errors import suggest_options
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -36,17 +36,6 @@ class Problem(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.what} {self.hint}".rstrip()
-
-
-def format_path(location: Location) -> str:
-    """Formats a location as a path: `agents.list[0].id`."""
-    path = ""
-    for step in location:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        else:
-            path += f".{step}" if path else step
-    return path
 
 
 def combine_problems(problems: Sequence[Problem], file: str | None) -> ConfigError:

@@ -1,32 +1,30 @@
-"""Finds and reads the config file. Nothing here resolves a secret or writes anything."""
+"""Loads the config: reads its file, validates it, and checks who else can change the file.
+
+Nothing here resolves a secret or writes anything.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
-import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-import pyjson5
 from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
-from antiphon.config.base import Section
-from antiphon.config.duplicate_keys import find_duplicate_keys
-from antiphon.config.errors import Location, Problem, build_problems, combine_problems, format_path
-from antiphon.config.foreign_keys import drop_foreign_keys
-from antiphon.config.implied_providers import add_implied_providers
+from antiphon.config.base import Location, Section, format_path
+from antiphon.config.compat import drop_foreign_keys
+from antiphon.config.errors import Problem, build_problems, combine_problems
 from antiphon.config.schema import Config
 from antiphon.config.secrets import Secret
 from antiphon.config.validate import find_contradictions, find_warnings
+from antiphon.config_file import ConfigDocument, read_document, require_object
 from antiphon.errors import ConfigError
 from antiphon.paths import locate_paths
-
-MAX_CONFIG_BYTES = 1024 * 1024
 
 
 class LoadedConfig(msgspec.Struct, frozen=True):
@@ -50,11 +48,18 @@ def load(path: Path | None = None, *, required: bool = True) -> LoadedConfig:
     if path is None:
         paths = locate_paths(None, None, os.environ)
         path, required = paths.config, paths.config_explicit
-    found = _read_file(path, required=required)
-    if found is None:
-        return LoadedConfig(Config(), None, ())
-    content, status = found
-    config, warnings = parse(_decode_json5(content, path), base=path.parent, file=str(path))
+    document = read_document(path, required=required)
+    return LoadedConfig(Config(), None, ()) if document is None else load_document(document)
+
+
+def load_document(document: ConfigDocument) -> LoadedConfig:
+    """Checks a document that has been read.
+
+    Raises:
+        ConfigError: as for `load`.
+    """
+    path, status = document.path, document.status
+    config, warnings = parse(document.content, base=path.parent, file=str(path))
     secrets = list(list_secrets(config))
     if exposure := _find_exposure(path, status):
         _check_harmless(exposure, path, config, secrets)
@@ -76,12 +81,8 @@ def parse(
     Raises:
         ConfigError: as for `load`.
     """
-    if not isinstance(raw, dict):
-        raise ConfigError(
-            "The config is not an object.", "Put its keys between '{' and '}'.", path="", file=file
-        )
-    _check_unicode(cast("dict[str, Any]", raw), (), file)
-    known = copy.deepcopy(cast("dict[str, Any]", raw))
+    known = copy.deepcopy(require_object(raw, file))
+    _check_unicode(known, (), file)
     ignored = [format_path(location) for location in drop_foreign_keys(known)]
     config = _validate(known, base, file)
     warnings = [f"{path!r} belongs to a part that Antiphon does not have; it is ignored." for path in ignored]
@@ -108,7 +109,7 @@ def _check_unicode(value: object, location: Location, file: str | None) -> None:
 
 def _validate(known: dict[str, Any], base: Path | None, file: str | None) -> Config:
     try:
-        config = add_implied_providers(Config.model_validate(known, context={"base": base}))
+        config = Config.model_validate(known, context={"base": base}).add_implied_providers()
     except ValidationError as error:
         problems = build_problems(error.errors(include_url=False))
     else:
@@ -172,80 +173,6 @@ def _list_urls_with_credentials(config: Config) -> list[str]:
         for name, provider in providers
         if "@" in (provider.base_url or "") or "?" in (provider.base_url or "")
     ]
-
-
-def _read_file(path: Path, *, required: bool) -> tuple[str, os.stat_result] | None:
-    try:
-        with path.open("rb") as file:
-            content, status = file.read(MAX_CONFIG_BYTES + 1), os.fstat(file.fileno())
-        if len(content) > MAX_CONFIG_BYTES:
-            raise ConfigError(
-                f"The config file {str(path)!r} is larger than {MAX_CONFIG_BYTES} bytes.",
-                "Move long texts out of it.",
-                file=str(path),
-            )
-        return content.decode("utf-8-sig"), status
-    except FileNotFoundError:
-        if not required:
-            return None
-        why, hint = "does not exist", "Create it, or leave the option out to use the defaults."
-    except UnicodeDecodeError as error:
-        why, hint = f"is not UTF-8 text (byte {error.start})", "Save it as UTF-8."
-    except (OSError, ValueError) as error:
-        why, hint = (
-            f"cannot be read: {getattr(error, 'strerror', error)}",
-            "Check the path and its permissions.",
-        )
-    raise ConfigError(f"The config file {str(path)!r} {why}.", hint, file=str(path))
-
-
-def _decode_json5(content: str, path: Path) -> object:
-    try:
-        read = pyjson5.decode(content)
-    except (pyjson5.Json5Exception, ValueError, RecursionError) as error:
-        why = _describe_syntax_error(error, content)
-    else:
-        _check_duplicate_keys(content, path)
-        return read
-    raise ConfigError(
-        f"The config file {str(path)!r} is not JSON5: {why}.",
-        "Look there for a missing comma, quote or bracket.",
-        file=str(path),
-    )
-
-
-def _check_duplicate_keys(content: str, path: Path) -> None:
-    """Refuses duplicate keys: of two sections with one name, the parser silently drops the first."""
-    for name, offset in find_duplicate_keys(content):
-        raise ConfigError(
-            f"The config file {str(path)!r} has the key {name!r} a second time at {_format_position(content, offset)}.",
-            "Put what stands there into one.",
-            path=name,
-            file=str(path),
-        )
-
-
-def _describe_syntax_error(error: Exception, content: str) -> str:
-    """The position and reason of a syntax error, without the excerpts that the parser attaches."""
-    found = re.search(r"near (\d+)", str(error.args[0]) if error.args else "")
-    offset = max(0, int(found[1]) - 1) if found else 0
-    if isinstance(error, pyjson5.Json5ExtraData):
-        what = "something follows the end of the document"
-        # This parser's offset points to the end of the document, not to the offending character.
-        offset = len(content) - len(content[offset + 1 :].lstrip())
-    elif isinstance(error, pyjson5.Json5EOF):
-        what = "what starts here is not finished"
-    elif isinstance(error, pyjson5.Json5NestingTooDeep):
-        what = "it is nested too deeply"
-    else:
-        what = "this is not expected here"
-    return f"{_format_position(content, offset)}: {what}"
-
-
-def _format_position(content: str, offset: int) -> str:
-    return (
-        f"line {content.count(chr(10), 0, offset) + 1}, column {offset - content.rfind(chr(10), 0, offset)}"
-    )
 
 
 def list_secrets(value: object, location: Location = ()) -> Iterator[tuple[str, Secret]]:

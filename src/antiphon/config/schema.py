@@ -1,13 +1,23 @@
 """The config as one object, with its derived values. Nothing is read or resolved here."""
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from pydantic import Field, field_serializer
 
-from antiphon.config.agents import IMPLICIT_AGENT_ID, AgentConfig, AgentEntry, AgentsConfig, merge_agent
-from antiphon.config.base import Section, suggest_options
+from antiphon.config.agents import (
+    IMPLICIT_AGENT_ID,
+    AgentConfig,
+    AgentEntry,
+    AgentsConfig,
+    ModelChoice,
+    merge_agent,
+)
+from antiphon.config.base import Section
+from antiphon.config.secrets import Secret
 from antiphon.config.sections import (
+    PUBLIC_PROVIDER_KEY_VARIABLES,
     BusConfig,
     CronConfig,
     GatewayConfig,
@@ -17,11 +27,14 @@ from antiphon.config.sections import (
     ModelsConfig,
     ProviderConfig,
     SessionConfig,
+    SessionScope,
     StoreConfig,
+    StoreSynchronous,
     ToolsConfig,
     mask_values,
 )
 from antiphon.errors import NotFound, UnknownModel
+from antiphon.validation_errors import suggest_options
 
 REHEARSAL_PROVIDER = "rehearsal"
 """Name of the built-in offline provider and of its only model; no configured provider may use it."""
@@ -66,6 +79,24 @@ class Config(Section):
     def agent_ids(self) -> tuple[str, ...]:
         """Ids of all agents, in the order of the file."""
         return tuple(self._entries)
+
+    # The next five are also those of a config of which only the document has been read: see `cli/_deferred_config.py`.
+
+    @property
+    def store_url(self) -> Secret | None:
+        return self.store.url
+
+    @property
+    def store_synchronous(self) -> StoreSynchronous:
+        return self.store.synchronous
+
+    @property
+    def main_key(self) -> str:
+        return self.session.main_key
+
+    @property
+    def session_scope(self) -> SessionScope:
+        return self.session.scope
 
     @property
     def mirrors_transcripts(self) -> bool:
@@ -114,6 +145,14 @@ class Config(Section):
             refs[isinstance(provider, ImpliedProvider)] += (f"{name}/{model.id}" for model in provider.models)
         return (*refs[False], REHEARSAL_MODEL_REF, *refs[True])
 
+    def get_context_window(self, ref: str) -> int | None:
+        """The context window of a model in tokens, if it is configured.
+
+        Raises:
+            UnknownModel: as for `find_model`.
+        """
+        return self.find_model(ref).model.context_window
+
     def find_model(self, ref: str) -> FoundModel:
         """Resolves `provider/model` to its provider and model.
 
@@ -134,6 +173,36 @@ class Config(Section):
             model=ref[:MAX_SHOWN_NAME_CHARACTERS],
         )
 
+    def list_model_choices(self) -> Iterator[tuple[str, ModelChoice]]:
+        """Yields every model choice in the config with its path."""
+        entries = [(f"agents.list[{index}]", entry) for index, entry in enumerate(self.agents.list)]
+        for path, section in (("agents.defaults", self.agents.defaults), *entries):
+            if section.model:
+                yield f"{path}.model", section.model
+            if section.subagents.model:
+                yield f"{path}.subagents.model", section.subagents.model
+
+    def add_implied_providers(self) -> "Config":
+        """The config with the well-known providers that it uses without configuring them.
+
+        Choosing one of their models is enough; each gets the models chosen from it.
+        """
+        configured = self.models.providers
+        chosen: dict[str, list[str]] = {}
+        for _, choice in self.list_model_choices():
+            name, _, model_id = choice.primary.partition("/")
+            if (
+                name in PUBLIC_PROVIDER_KEY_VARIABLES
+                and name not in configured
+                and model_id not in ("", *chosen.get(name, ()))
+            ):
+                chosen.setdefault(name, []).append(model_id)
+        if not chosen:
+            return self
+        implied = {name: _build_implied_provider(name, model_ids) for name, model_ids in chosen.items()}
+        models = self.models.model_copy(update={"providers": {**configured, **implied}})
+        return self.model_copy(update={"models": models})
+
     @cached_property
     def _entries(self) -> dict[str, AgentEntry]:
         return {entry.id: entry for entry in self.agents.list} or {
@@ -148,6 +217,15 @@ class Config(Section):
 
 def _build_rehearsal_provider() -> ProviderConfig:
     return ProviderConfig(models=(ModelConfig(id=REHEARSAL_PROVIDER),))
+
+
+def _build_implied_provider(name: str, model_ids: list[str]) -> ImpliedProvider:
+    return ImpliedProvider.model_validate(
+        {
+            "apiKey": {"env": PUBLIC_PROVIDER_KEY_VARIABLES[name]},
+            "models": [{"id": model_id} for model_id in model_ids],
+        }
+    )
 
 
 def build_json_schema() -> dict[str, Any]:

@@ -24,8 +24,8 @@ from antiphon.config.base import (
     Text,
     Visibility,
 )
+from antiphon.config.compat import ToolNames
 from antiphon.config.secrets import SECRET_MASK, Secret
-from antiphon.config.tool_names import ToolNames
 
 MIB = 1024 * 1024
 
@@ -143,10 +143,13 @@ class Compat(Section):
     )
 
 
+SessionScope = Literal["per-sender", "global"]
+
+
 class SessionConfig(Section):
     """How messages are put into sessions, and what sessions may do. No session resets unless told to here."""
 
-    scope: Literal["per-sender", "global"] = "per-sender"
+    scope: SessionScope = "per-sender"
     main_key: Text = "main"
     dm_scope: Literal["main", "per-peer", "per-channel-peer", "per-account-channel-peer"] = Field(
         default="main", description="Which direct chats share a session."
@@ -278,8 +281,16 @@ class ProviderConfig(Section):
         return base_url and mask_url(base_url)
 
 
+PUBLIC_PROVIDER_KEY_VARIABLES = {
+    "openai": "OPENAI_API_KEY",
+    "anthropic": "ANTHROPIC_API_KEY",
+    "google": "GEMINI_API_KEY",
+}
+"""Providers whose address is known, and the environment variable that usually holds their key."""
+
+
 class ImpliedProvider(ProviderConfig):
-    """One that is not configured: see `config.implied`."""
+    """A well-known provider that is used but not configured: see `Config.add_implied_providers`."""
 
 
 class ModelsConfig(Section):
@@ -366,6 +377,9 @@ class CronConfig(Section):
     max_concurrent_runs: Count = 1
 
 
+StoreSynchronous = Literal["full", "normal"]
+
+
 class StoreConfig(Section):
     """Where sessions are kept, and how much they may take."""
 
@@ -384,7 +398,7 @@ class StoreConfig(Section):
     connections: Annotated[int, Field(ge=2, le=100)] = Field(
         default=12, description="To the database, of one gateway at most."
     )
-    synchronous: Literal["full", "normal"] = Field(
+    synchronous: StoreSynchronous = Field(
         default="full", description="`normal` may lose the last moments at a power cut."
     )
     message_max_bytes: int = Field(

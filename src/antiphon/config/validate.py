@@ -8,14 +8,12 @@ from importlib.util import find_spec
 from typing import Any, cast
 
 from antiphon.config.addresses import check_store_url, is_ip, is_loopback, parse_bus_addresses
-from antiphon.config.base import find_nearest, suggest_options
+from antiphon.config.compat import GROUP_PREFIX, SESSION_TOOL_NAMES, TOOL_GROUPS, find_unused_keys
 from antiphon.config.errors import Problem
-from antiphon.config.implied_providers import PUBLIC_PROVIDER_KEY_VARIABLES, list_model_choices
 from antiphon.config.schema import REHEARSAL_PROVIDER, Config
-from antiphon.config.sections import NATIVE_PROVIDER_APIS
-from antiphon.config.tool_names import GROUP_PREFIX, SESSION_TOOL_NAMES, TOOL_GROUPS
-from antiphon.config.unused_keys import find_unused_keys
+from antiphon.config.sections import NATIVE_PROVIDER_APIS, PUBLIC_PROVIDER_KEY_VARIABLES
 from antiphon.errors import ConfigError, UnknownModel, format_install_hint
+from antiphon.validation_errors import find_nearest, suggest_options
 
 UNSUPPORTED_SECTIONS = ("channels",)
 """Sections that are read and checked although this release does not implement them."""
@@ -278,7 +276,7 @@ def _check_providers(config: Config) -> Iterator[Problem]:
 
 
 def _check_models(config: Config) -> Iterator[Problem]:
-    for path, choice in list_model_choices(config):
+    for path, choice in config.list_model_choices():
         ref = choice.primary
         try:
             config.find_model(ref)

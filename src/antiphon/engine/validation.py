@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias, get_args
 
 from antiphon.errors import InvalidInput, TooLarge
-from antiphon.messages import ImageBlock, TextBlock
+from antiphon.messages import ImageBlock, TextBlock, ThinkingLevel
 
-ThinkingLevel = Literal["off", "minimal", "low", "medium", "high", "xhigh"]
 THINKING_LEVELS: tuple[str, ...] = get_args(ThinkingLevel)
 DELETED_TRANSCRIPT_PREFIX = "forgotten:"
 """Followed by a key, a space and a session id: the record of a deleted conversation."""

@@ -119,7 +119,7 @@ class OperationContext:
         for name in (chosen, own):
             with suppress(UnknownModel):
                 if name is not None:
-                    return AnsweringModel(name, self.config.find_model(name).model.context_window)
+                    return AnsweringModel(name, self.config.get_context_window(name))
         return AnsweringModel(last, None)
 
     async def _find_transcript_files(self, sessions: Iterable[tuple[str, str]]) -> None:

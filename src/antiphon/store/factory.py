@@ -24,11 +24,11 @@ async def open_store(
     on_commit: Callable[[CommitPhase], None] | None = None,
 ) -> Store:
     """Opens the store and migrates it unless it is read-only. `on_commit` is called around each commit."""
-    if config.store.url is None:
+    if config.store_url is None:
         from antiphon.store.sqlite.store import SqliteStore  # noqa: PLC0415 - each store is imported where it is used
 
         readers = 1 if read_only else 2
-        synchronous = config.store.synchronous
+        synchronous = config.store_synchronous
         return await SqliteStore.open(
             database, synchronous=synchronous, readers=readers, read_only=read_only, on_commit=on_commit
         )

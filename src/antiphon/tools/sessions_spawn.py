@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from antiphon.engine.collaboration.attachments import SpawnAttachment
 from antiphon.engine.toolbox import Tool, ToolRequest
-from antiphon.engine.validation import ThinkingLevel
+from antiphon.messages import ThinkingLevel
 from antiphon.operations import Operations, RequestOrigin, SpawnRequest
 from antiphon.tools._adapter import build_tool
 from antiphon.tools._arguments import ToolArguments

@@ -16,14 +16,13 @@ import msgspec
 
 from antiphon import keys
 from antiphon.config import Config
-from antiphon.config.base import suggest_options
 from antiphon.errors import AntiphonError, InvalidInput, NotFound, TooLarge
 from antiphon.keys import SessionIdRef, SessionKey
 from antiphon.transfers import sessions_index
 from antiphon.transfers.exports import INDEX_FILE_NAME, SESSION_ID_PATTERN
 from antiphon.transfers.jsonl import parse_timestamp
 from antiphon.transfers.sessions_index import ConversationRecord
-from antiphon.validation_errors import replace_lone_surrogates
+from antiphon.validation_errors import replace_lone_surrogates, suggest_options
 
 MAX_INDEX_BYTES = 512 * 2**20  # of one sessions.json
 MAX_REPORTED_ITEMS = 100  # listed one by one

@@ -27,8 +27,8 @@ from antiphon.engine.jobs.schedule import (
 )
 from antiphon.engine.outbox.delivery_rows import WEBCHAT_CHANNEL
 from antiphon.engine.sessions.resolver import SessionResolver
-from antiphon.engine.validation import ThinkingLevel
 from antiphon.errors import AntiphonError, Conflict, InvalidInput, NotFound
+from antiphon.messages import ThinkingLevel
 from antiphon.store import Param, Row, Tx
 from antiphon.store.queries import Queries
 

@@ -57,12 +57,11 @@ class SessionResolver:
         )
 
     def canonicalise(self, caller: Caller, reference: str) -> SessionKey | SessionIdRef:
-        session = self._config.session
         return keys.canonicalise(
             reference,
             agent_id=caller.agent_id or self._default_agent,
-            main_key=session.main_key,
-            scope=session.scope,
+            main_key=self._config.main_key,
+            scope=self._config.session_scope,
             current=keys.parse(caller.session_key) if caller.session_key else None,
         )
 
@@ -72,10 +71,10 @@ class SessionResolver:
         Raises:
             NotFound: no such agent is configured.
         """
-        if self._config.session.scope != "global" or reference.strip().lower() == "current":
+        if self._config.session_scope != "global" or reference.strip().lower() == "current":
             return None
         key = keys.canonicalise(
-            reference, agent_id=caller.agent_id or self._default_agent, main_key=self._config.session.main_key
+            reference, agent_id=caller.agent_id or self._default_agent, main_key=self._config.main_key
         )
         if isinstance(key, SessionIdRef) or key.shape != "main" or key.agent_id == self._default_agent:
             return None

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import msgspec
 
 from antiphon import validation_errors
-from antiphon.config.base import suggest_options
 from antiphon.errors import (
     AntiphonError,
     Forbidden,
@@ -22,7 +21,7 @@ from antiphon.errors import (
     TooManyFailures,
     Unavailable,
 )
-from antiphon.validation_errors import ValidationIssue
+from antiphon.validation_errors import ValidationIssue, suggest_options
 
 PROTOCOL_VERSIONS = (3, 4)
 MAX_UNAUTHENTICATED_FRAME_BYTES = 64 * 1024  # received before authentication

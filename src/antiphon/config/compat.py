@@ -1,0 +1,200 @@
+"""Compatibility with configs of related gateways: foreign keys, keys without effect, and tool groups.
+
+A config written for one of those gateways loads here with a warning per key that does nothing. The tables list only
+keys that exist there or in the schema, so a misspelt key is still an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from pydantic import AfterValidator, Strict
+
+from antiphon.config.base import format_path
+
+if TYPE_CHECKING:
+    from antiphon.config.schema import Config
+
+SESSION_TOOL_NAMES = (
+    "sessions_list",
+    "sessions_history",
+    "sessions_search",
+    "session_status",
+    "agents_list",
+    "sessions_send",
+    "sessions_spawn",
+    "sessions_yield",
+    "subagents",
+)
+"""Tools that always exist. Others may be added elsewhere, so a name unlike any of these gets no warning."""
+
+GROUP_PREFIX = "group:"
+_AGENT_TOOL_NAMES = ("agents_list",)
+TOOL_GROUPS = {
+    "group:sessions": tuple(name for name in SESSION_TOOL_NAMES if name not in _AGENT_TOOL_NAMES),
+    "group:agents": _AGENT_TOOL_NAMES,
+    "group:openclaw": SESSION_TOOL_NAMES,
+}
+"""Tool groups of related gateways, reduced to the tools that exist here."""
+
+
+def _expand_groups(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(tool for name in names for tool in TOOL_GROUPS.get(name, (name,)))
+
+
+ToolNames = Annotated[tuple[str, ...], Strict(False), AfterValidator(_expand_groups)]
+"""A list of tool names with its groups already expanded."""
+
+
+_SANDBOX_KEYS = "backend browser docker perSession prune scope ssh workspaceAccess workspaceRoot"
+_TOOL_KEYS = (
+    "alsoAllow byProvider codeMode elevated exec fs loopDetection message profile sandbox swarm toolsBySender"
+)
+_ENDPOINT_KEYS = "files images maxBodyBytes maxImageParts maxTotalImageBytes maxUrlParts"
+_AGENT_KEYS = (
+    "bootstrapMaxChars bootstrapTotalMaxChars contextInjection contextLimits contextTokens"
+    " heartbeat humanDelay memorySearch models params reasoningDefault skills"
+    " typingIntervalSeconds typingMode verboseDefault"
+)
+
+FOREIGN_KEYS: dict[str, frozenset[str]] = {
+    place: frozenset(keys.split())
+    for place, keys in {
+        "": (
+            "acp approvals audio auth bindings broadcast browser canvasHost cli commands"
+            " crestodian diagnostics discovery env logging mcp media memory messages meta"
+            " nodeHost plugins proxy secrets skills talk ui update web wizard"
+        ),
+        "session": "groupScope heartbeatIdleMinutes parentForkMaxTokens typingIntervalSeconds typingMode",
+        "session.threadBindings": "defaultSpawnContext",
+        "agents": "ownership",
+        "agents.defaults": (
+            f"{_AGENT_KEYS} additionalSystemPrompt blockStreamingBreak blockStreamingChunk"
+            " blockStreamingCoalesce blockStreamingDefault bootstrapPromptTruncationWarning"
+            " cliBackends contextPruning elevatedDefault embeddedPi envelopeElapsed"
+            " envelopeTimestamp envelopeTimezone imageGenerationModel imageMaxDimensionPx"
+            " imageModel mediaMaxMb pdfMaxBytesMb pdfMaxPages pdfModel repoRoot skipBootstrap"
+            " timeFormat userTimezone"
+        ),
+        "agents.defaults.compaction": (
+            "customInstructions identifierInstructions identifierPolicy maxHistoryShare"
+            " memoryFlush mode model postCompactionSections postIndexSync qualityGuard"
+            " recentTurnsPreserve reserveTokensFloor timeoutSeconds"
+        ),
+        "agents.defaults.sandbox": _SANDBOX_KEYS,
+        "agents.list.[]": f"{_AGENT_KEYS} agentDir description embeddedPi groupChat memory tts utilityModel",
+        "agents.list.[].sandbox": _SANDBOX_KEYS,
+        "agents.list.[].tools": _TOOL_KEYS,
+        "tools": f"{_TOOL_KEYS} links media toolSearch web",
+        "models": "bedrockDiscovery pricing proxy",
+        "models.providers.*": "auth authHeader injectNumCtxForOpenAICompat request",
+        "models.providers.*.models.[]": "compat headers params",
+        "gateway": (
+            "allowRealIpFallback channelHealthCheckMinutes channelMaxRestartsPerHour"
+            " channelStaleEventThresholdMinutes handshakeTimeoutMs mode nodes push reload remote"
+            " tailscale tls trustedProxies webchat"
+        ),
+        "gateway.auth": "allowTailscale rateLimit trustedProxy",
+        "gateway.http": "securityHeaders",
+        "gateway.http.endpoints.chatCompletions": _ENDPOINT_KEYS,
+        "gateway.http.endpoints.responses": _ENDPOINT_KEYS,
+        "gateway.controlUi": (
+            "allowExternalEmbedUrls allowInsecureAuth dangerouslyAllowHostHeaderOriginFallback"
+            " dangerouslyDisableDeviceAuth embedSandbox root"
+        ),
+        "hooks": "gmail internal mappings maxBodyBytes presets transformsDir",
+        "cron": "failureAlert failureDestination retry runLog sessionRetention store webhook webhookToken",
+    }.items()
+}
+"""Keys of features that Antiphon does not have, by the path of their section."""
+
+_FALLBACKS_ADVICE = (
+    "a model that fails is asked again, and no other in its place. Choose another as 'primary'."
+)
+_DELEGATION_ADVICE = "when to delegate is for the agent to judge. Say it in its 'instructions'."
+_CONTROL_UI_ADVICE = (
+    "this release serves no page. Name the address of one in 'gateway.controlUi.allowedOrigins'."
+)
+
+UNUSED_KEYS: dict[str, str] = {
+    "session.store": "sessions are kept in one store. Use '--state-dir' to move it.",
+    "session.maintenance": "nothing is pruned by itself. Use 'session.retention'.",
+    "session.resetTriggers": (
+        "a conversation begins anew with `/new` or `/reset` in a chat, `antiphon sessions reset` or the method"
+        " 'sessions.reset'. Use these."
+    ),
+    "session.threadBindings": (
+        "no session is bound to a thread. Use `/new`, 'session.reset' and 'session.retention' to end conversations."
+    ),
+    "session.dmScope": "this release has no channels whose direct chats it could keep apart. Leave it out.",
+    "session.identityLinks": "this release has no channels on which people could be known. Leave it out.",
+    "agents.defaults.model.fallbacks": _FALLBACKS_ADVICE,
+    "agents.defaults.subagents.model.fallbacks": _FALLBACKS_ADVICE,
+    "agents.defaults.subagents.delegationMode": _DELEGATION_ADVICE,
+    "agents.list.[].model.fallbacks": _FALLBACKS_ADVICE,
+    "agents.list.[].subagents.model.fallbacks": _FALLBACKS_ADVICE,
+    "agents.list.[].subagents.delegationMode": _DELEGATION_ADVICE,
+    "agents.list.[].identity.avatar": "clients are given no pictures. Use 'identity.emoji'.",
+    "models.providers.*.models.[].reasoning": (
+        "what a model can do is known by its name. Use 'thinkingDefault' of an agent to have it think."
+    ),
+    "models.providers.*.models.[].input": "images are sent to every model. Leave it out.",
+    "gateway.controlUi.enabled": _CONTROL_UI_ADVICE,
+    "gateway.controlUi.basePath": _CONTROL_UI_ADVICE,
+}
+"""Keys that are accepted but have no effect, with advice on what to do instead.
+
+A test finds keys that nothing reads and that are missing here.
+"""
+
+_CHANNEL_KEYS = ("session.dmScope", "session.identityLinks")
+"""Keys without a warning of their own if channels are configured: the one for channels covers them."""
+
+_HARMLESS_VALUES: tuple[object, ...] = (None, False, "", [], {}, ["text"], "main", ["/new", "/reset"])
+"""Values that only ask for the existing behaviour."""
+
+
+def drop_foreign_keys(raw: dict[str, Any]) -> list[tuple[str | int, ...]]:
+    """Removes the table's keys from `raw` and returns their paths."""
+    dropped: list[tuple[str | int, ...]] = []
+    for place, keys in FOREIGN_KEYS.items():
+        for path, node in _find_nodes(raw, place.split(".") if place else [], ()):
+            for key in sorted(keys & node.keys()):
+                del node[key]
+                dropped.append((*path, key))
+    return dropped
+
+
+def _find_nodes(
+    node: object, place: list[str], path: tuple[str | int, ...]
+) -> Iterator[tuple[tuple[str | int, ...], dict[str, Any]]]:
+    """Yields the objects at a path of the table: `*` matches every value of an object, `[]` every item of a list."""
+    if not place:
+        if isinstance(node, dict):
+            yield path, cast("dict[str, Any]", node)
+        return
+    step, *rest = place
+    for key, child in _list_children(node, step):
+        yield from _find_nodes(child, rest, (*path, key))
+
+
+def _list_children(node: object, step: str) -> list[tuple[str | int, object]]:
+    if isinstance(node, list):
+        return list(enumerate(cast("list[object]", node))) if step == "[]" else []
+    if not isinstance(node, dict):
+        return []
+    entries = cast("dict[str, object]", node)
+    return [(key, child) for key, child in entries.items() if step in ("*", key)]
+
+
+def find_unused_keys(config: Config) -> Iterator[str]:
+    """Yields a warning for each key that is set and has no effect."""
+    written = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    for place, advice in UNUSED_KEYS.items():
+        if config.channels and place in _CHANNEL_KEYS:
+            continue
+        parent, _, key = place.rpartition(".")
+        for path, node in _find_nodes(written, parent.split("."), ()):
+            if node.get(key) not in _HARMLESS_VALUES:
+                yield f"{format_path((*path, key))!r} has no effect: {advice}"
