@@ -14,9 +14,9 @@ from antiphon.access import READ_SCOPE, WRITE_SCOPE, Caller
 from antiphon.bus import Event, Gap, MessageAppended, RunChanged, SessionChanged, session_topic
 from antiphon.bus.local import LocalBus
 from antiphon.clock import ManualClock
-from antiphon.engine.runs import lifecycle as runs
+from antiphon.engine.runs import endings as runs
 from antiphon.engine.runs import run_queue
-from antiphon.engine.runs.lifecycle import Effects
+from antiphon.engine.runs.effects import Effects
 from antiphon.engine.runs.run_queue import Submission
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import ToolOutput, ToolRequest

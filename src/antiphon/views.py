@@ -13,7 +13,7 @@ import msgspec
 from antiphon import keys
 from antiphon.bus import RunChanged, RunUsage
 from antiphon.engine.collaboration.attachments import AttachmentReceipt
-from antiphon.engine.runs.steps import QUIET_ORIGINS, SANITIZED_ORIGINS
+from antiphon.engine.runs.run_queue import QUIET_ORIGINS, SANITIZED_ORIGINS
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.errors import InvalidInput
 from antiphon.messages import AssistantMessage, TextBlock, UserMessage, decode_message

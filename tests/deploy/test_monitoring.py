@@ -11,7 +11,7 @@ import promql_parser as promql
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from antiphon.engine.runs.steps import RunOutcome
+from antiphon.engine.runs.effects import RunOutcome
 from deploy.manifests import DEPLOY, one, panels, rules
 from support.gateway_http import open_http_gateway
 

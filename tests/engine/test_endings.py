@@ -109,7 +109,7 @@ async def test_an_answer_that_cannot_be_kept_fails_its_run_once_and_the_session_
         runtime.free.set()
         view = await app.wait_for_end(first)
         assert (view.state, view.error_code, view.reply) == ("error", "run_failed", None)
-        assert view.error and view.error.startswith("What the run came to could not be kept. ")
+        assert view.error and view.error.startswith("The result of the run could not be stored. ")
         assert view.usage and (view.usage.input, view.usage.output) == (3, 4), "it was paid for"
         assert (await app.wait_for_end("second")).reply == "fine"
         assert runtime.asked == 2

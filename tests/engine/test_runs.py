@@ -620,7 +620,7 @@ async def test_a_run_that_never_gets_on_is_put_aside(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
         view = await app.operations.get_run(OPERATOR, "poison")
         assert (view.state, view.error_code) == ("interrupted", "quarantined")
-        assert view.error and "Send the message once more" in view.error
+        assert view.error and "Send the message again" in view.error
         assert (await app.wait_for_end("after")).state == "ok"
 
 

@@ -10,7 +10,8 @@ import pytest
 from antiphon import keys
 from antiphon.bus import StopRequested
 from antiphon.bus.local import LocalBus
-from antiphon.engine.runs import lifecycle
+from antiphon.engine.runs import endings, lifecycle
+from antiphon.engine.runs.effects import NO_EFFECTS, Effects
 from antiphon.engine.sessions import session_rows
 from antiphon.engine.sessions.session_rows import NewSession
 from antiphon.engine.supervisor import EngineTimings
@@ -68,13 +69,10 @@ async def test_what_somebody_plays_in_a_shared_store_is_not_taken_for_abandoned(
         await wait_for_event(agent.started(MAIN))
         [row] = app.rows("SELECT session FROM runs")
         now = app.clock.now()
-        assert (
-            await app.store.tx(lifecycle.end_abandoned_run, row["session"], now, shared=True)
-            == lifecycle.NO_EFFECTS
-        )
+        assert await app.store.tx(endings.end_abandoned_run, row["session"], now, shared=True) == NO_EFFECTS
         later = now + 86_400_000  # when the lease would be over
-        stopped = await app.store.tx(lifecycle.end_abandoned_run, row["session"], later, shared=True)
-        assert [ended.run_id for ended in stopped.ended] == [run_id]
+        stopped = await app.store.tx(endings.end_abandoned_run, row["session"], later, shared=True)
+        assert [ended.run.run_id for ended in stopped.ended_runs] == [run_id]
         assert (await app.operations.get_run(OPERATOR, run_id)).state == "cancelled"
 
 
@@ -127,7 +125,7 @@ async def test_a_thousand_stops_at_once_all_arrive(tmp_path: Path) -> None:
             await wait_for_event(agent.started(key))
         for key in keys:
             row = query_database(app.path, "SELECT id FROM sessions WHERE key = ?", key)[0]
-            await app.store.tx(lifecycle.cancel_runs, row["id"], None, app.clock.now())
+            await app.store.tx(endings.cancel_runs, row["id"], None, app.clock.now())
         for run_id in ids:
             app.bus.publish(STOP_TOPIC, StopRequested(run_id=run_id))
         for run_id in ids:
@@ -157,9 +155,9 @@ class Counting:
         await self._tx.lock(name)
 
 
-async def _stop_counted(tx: Tx, session: int, now: int) -> tuple[lifecycle.Effects, int]:
+async def _stop_counted(tx: Tx, session: int, now: int) -> tuple[Effects, int]:
     counting = Counting(tx)
-    stopped = await lifecycle.cancel_runs(counting, session, None, now)
+    stopped = await endings.cancel_runs(counting, session, None, now)
     return stopped, counting.statements
 
 
@@ -178,7 +176,7 @@ async def test_a_stop_costs_the_same_however_many_have_finished_below(tmp_path: 
             await wait_for_event(agent.started(GRANDCHILD))
             agent.begun.clear()
             stopped, statements = await app.store.tx(_stop_counted, main["id"], app.clock.now())
-            assert stopped.asked == [run_id]
+            assert stopped.stop_requests == [run_id]
             costs.append(statements)
             await app.engine.worker.apply_effects(stopped)
             assert (await app.wait_for_end(run_id)).state == "cancelled"
@@ -204,8 +202,8 @@ async def test_a_stop_reaches_what_is_under_way_in_any_sense(tmp_path: Path, how
         await app.create(CHILD, MAIN)
         below = await app.create(GRANDCHILD, CHILD)
         query_database(app.path, UNDER_WAY[how], below["id"])
-        stopped = await app.store.tx(lifecycle.cancel_runs, main["id"], None, app.clock.now())
-        assert [ended.run_id for ended in stopped.ended] == (["q"] if how == "queued" else [])
+        stopped = await app.store.tx(endings.cancel_runs, main["id"], None, app.clock.now())
+        assert [ended.run.run_id for ended in stopped.ended_runs] == (["q"] if how == "queued" else [])
         left = "SELECT yielded, yield_run FROM sessions WHERE yielded IS NOT NULL OR yield_run IS NOT NULL"
         assert app.rows(left) == []
         assert app.rows("SELECT id FROM tasks WHERE wakes = 1") == []
@@ -380,8 +378,9 @@ async def test_what_ends_with_its_parent_does_not_end_again_by_its_own_deadline(
         await queued(tx, await queued(tx, top, "parent", "first", 1000), "child", "second", 1500)
 
     await store.tx(family)
-    expired = await store.tx(lifecycle.expire_overdue_work, 2000)
-    assert [(ended.run_id, ended.ending.state) for ended in expired.ended] == [("first", "timeout")]
-    [below] = expired.ended[0].after.ended
-    assert (below.run_id, below.ending.state) == ("second", "cancelled")
+    expired = await store.tx(endings.expire_overdue_work, 2000)
+    assert [(ended.run.run_id, ended.ending.state) for ended in expired.ended_runs] == [
+        ("first", "timeout"),
+        ("second", "cancelled"),
+    ]
     await store.close()

@@ -19,7 +19,7 @@ from antiphon.engine.collaboration.prompts import (
     parse_announce,
 )
 from antiphon.engine.outbox.sanitize import ANNOUNCE_SKIP, REPLY_SKIP
-from antiphon.engine.runs.steps import RunOutcome
+from antiphon.engine.runs.effects import RunOutcome
 
 SIDES = ExchangeSides("agent:main:main", "webchat", "agent:helper:telegram:group:-1", None)
 EVIL = ExchangeSides("agent:x:a\nTurn 1 of 99.", "tele\u2028gram", "agent:y:'b", "c" * 500)

@@ -23,7 +23,7 @@ from antiphon.app import open_app_operations
 from antiphon.config import Config
 from antiphon.engine.collaboration import exchanges, subagents
 from antiphon.engine.runs import completion
-from antiphon.engine.runs.steps import FollowUp
+from antiphon.engine.runs.effects import Effects
 from antiphon.errors import AntiphonError
 from antiphon.operations import IncomingMessage, Operations, SendRequest, SpawnRequest
 from antiphon.store import Tx
@@ -203,8 +203,8 @@ async def run_disrupted_agents(
 
 
 async def _record_swept(
-    path: Path, mend: Callable[[Tx, int], Awaitable[FollowUp]], tx: Tx, now: int
-) -> FollowUp:
+    path: Path, mend: Callable[[Tx, int], Awaitable[Effects]], tx: Tx, now: int
+) -> Effects:
     astray = [*await tx.all(exchanges.SQL.stalled), *await tx.all(subagents.SQL.stalled)]
     with path.open("a") as file:
         for row in astray:

@@ -606,7 +606,7 @@ async def test_a_child_out_of_time_is_stopped_and_what_it_had_said_is_reported(t
         await agents.use("sessions_spawn", task="work", runTimeoutSeconds=0.2)
         await agents.wait_until_idle()
         assert posted(agents) == [
-            "Status: timeout\nResult: half of the answer\nNotes: The run's time was over."
+            "Status: timeout\nResult: half of the answer\nNotes: The run timed out after 0.2 s."
         ]
         assert agents.list_steps() == ["main:request"], "who has no time is not asked to announce"
 

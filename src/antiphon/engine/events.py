@@ -19,9 +19,8 @@ from antiphon.bus import (
     run_topic,
     session_topic,
 )
-from antiphon.engine.runs.lifecycle import Claim, EndedRun
-from antiphon.engine.runs.run_queue import NOTE_ORIGIN
-from antiphon.engine.runs.steps import ANNOUNCE_ORIGIN, QUIET_ORIGINS, SANITIZED_ORIGINS
+from antiphon.engine.runs.effects import EndedRun, RunIdentity
+from antiphon.engine.runs.run_queue import ANNOUNCE_ORIGIN, NOTE_ORIGIN, QUIET_ORIGINS, SANITIZED_ORIGINS
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.messages import ToolCall, ToolResult
 
@@ -36,7 +35,7 @@ class EventPublisher:
         if self._bus.has_listeners(topic):
             self._bus.publish(topic, RunChanged(session_key=session_key, run_id=run_id, state=state))
 
-    def publish_entries(self, run: Claim | EndedRun, entries: Sequence[Entry]) -> None:
+    def publish_entries(self, run: RunIdentity, entries: Sequence[Entry]) -> None:
         """Publish entries that a run added to its session's transcript."""
         if entries and self._bus.has_listeners("sessions"):
             self._bus.publish("sessions", SessionChanged(session_key=run.session_key, reason="message"))
@@ -54,13 +53,13 @@ class EventPublisher:
                 )
                 self._bus.publish(topic, event)
 
-    def publish_tool_phase(self, claim: Claim, call: ToolCall, result: ToolResult | None) -> None:
+    def publish_tool_phase(self, run: RunIdentity, call: ToolCall, result: ToolResult | None) -> None:
         """Publish that a tool call starts, or its result."""
-        topic = session_topic(claim.session)
+        topic = session_topic(run.session)
         if self._bus.has_listeners(topic):
             event = ToolPhase(
-                session_key=claim.session_key,
-                run_id=claim.run_id,
+                session_key=run.session_key,
+                run_id=run.run_id,
                 call_id=call.id,
                 name=call.name,
                 phase="result" if result else "start",
@@ -68,12 +67,13 @@ class EventPublisher:
             )
             self._bus.publish(topic, event)
 
-    def publish_ended_run(self, ended: EndedRun, claim: Claim | None = None) -> None:
+    def publish_ended_run(self, ended: EndedRun) -> None:
         """Publish the last entries of a run and its end. Of a note, there is only the entry."""
-        self.publish_entries(ended, ended.entries)
-        topics = (run_topic(ended.run_id), session_topic(ended.session))
-        if ended.origin != NOTE_ORIGIN and any(map(self._bus.has_listeners, topics)):
-            event = _build_end_event(ended, claim)
+        run = ended.run
+        self.publish_entries(run, ended.entries)
+        topics = (run_topic(run.run_id), session_topic(run.session))
+        if run.origin != NOTE_ORIGIN and any(map(self._bus.has_listeners, topics)):
+            event = _build_end_event(ended)
             for topic in topics:
                 self._bus.publish(topic, event)
 
@@ -86,20 +86,20 @@ class EventPublisher:
         self._bus.publish(session_topic(0), Gap())
 
 
-def _build_end_event(ended: EndedRun, claim: Claim | None) -> RunChanged:
-    ending, usage = ended.ending, ended.spent
+def _build_end_event(ended: EndedRun) -> RunChanged:
+    run, ending, usage = ended.run, ended.ending, ended.usage
     return RunChanged(
-        session_key=ended.session_key,
-        run_id=ended.run_id,
+        session_key=run.session_key,
+        run_id=run.run_id,
         state=ending.state,
         reply=ending.reply,
         error_code=ending.error_code,
         error=ending.error,
         model=ending.model_answered,
-        started_at=claim.started_at if claim else None,
-        ended_at=ended.at if claim else None,
+        started_at=ended.started_at,
+        ended_at=None if ended.started_at is None else ended.at,
         usage=RunUsage(input=usage["input"], output=usage["output"], cost=usage["cost"]) if usage else None,
-        quiet=ended.origin in QUIET_ORIGINS,
-        gated=ended.origin in SANITIZED_ORIGINS,
+        quiet=run.origin in QUIET_ORIGINS,
+        gated=run.origin in SANITIZED_ORIGINS,
         yielded=ending.yielded,
     )

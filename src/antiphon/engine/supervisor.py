@@ -18,7 +18,7 @@ from antiphon.engine import replicas
 from antiphon.engine.collaboration import chains, subagent_archive
 from antiphon.engine.events import EventPublisher
 from antiphon.engine.replicas import Replica
-from antiphon.engine.runs import completion, lifecycle
+from antiphon.engine.runs import completion, endings, lifecycle
 from antiphon.engine.sessions import retention, search
 from antiphon.engine.worker import Worker
 from antiphon.errors import AntiphonError, StoreFull
@@ -159,27 +159,28 @@ class Supervisor:
             self._events.publish_gap()
         if await self._store.read(completion.has_stuck_work):
             log.error("Some exchanges or tasks were stuck and have been settled")
-            await self._worker.apply_follow_up(await self._store.tx(completion.settle_stuck_work, now))
+            await self._worker.apply_effects(await self._store.tx(completion.settle_stuck_work, now))
         for key in await subagent_archive.archive_finished_subagents(self._store, now):
             self._events.publish_removed_session(key)
         await self._store.tx(chains.delete_expired_waits, now)
 
     async def _force_end_runs(self, before: int, now: int) -> None:
         """End runs that should have stopped, each separately, so that one failure does not affect the others."""
-        for run_id in await self._store.read(lifecycle.list_unstopped_runs, before):
+        unstopped = await self._store.read(endings.load_unstopped_runs, before)
+        for run_id, lane in unstopped.items():
             if run_id in self._worker.run_ids_being_ended:
                 continue  # its end is being committed and waits for disk space
             try:
-                ended = await self._store.tx(lifecycle.force_end_run, run_id, before, now)
+                effects = await self._store.tx(endings.force_end_run, run_id, before, now)
             except StoreFull:
                 continue  # no disk space; another one may fit
             except Exception:
                 log.exception("Failed to end run %r", run_id, extra={"run_id": run_id})
                 continue
-            if ended:
-                await self._worker.publish_ended(ended)
-                await self._lanes.abandon(ended.session)
-                await self._lanes.activate(ended.session)
+            if effects:
+                await self._worker.apply_effects(effects)
+                await self._lanes.abandon(lane)
+                await self._lanes.activate(lane)
 
     async def wake_idle_lanes(self, older_than: float) -> None:
         """Activate the lanes with work that no live process does, and that is older than so many seconds."""
@@ -199,8 +200,8 @@ class Supervisor:
     async def _expire_overdue_runs(self) -> None:
         """End waiting runs and tasks whose deadline has passed. A read first avoids empty commits."""
         now = self._clock.now()
-        if await self._store.read(lifecycle.has_overdue_work, now):
-            await self._worker.apply_effects(await self._store.tx(lifecycle.expire_overdue_work, now))
+        if await self._store.read(endings.has_overdue_work, now):
+            await self._worker.apply_effects(await self._store.tx(endings.expire_overdue_work, now))
 
     async def _apply_retention(self) -> None:
         for key in await retention.apply_retention(self._store, self._retention_policy, self._clock.now()):

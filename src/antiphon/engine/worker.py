@@ -18,14 +18,14 @@ from antiphon.bus import EventBus, StopRequested, session_topic
 from antiphon.clock import Clock
 from antiphon.engine.events import EventPublisher
 from antiphon.engine.outbox.sender import Outbox
-from antiphon.engine.runs import lifecycle
+from antiphon.engine.runs import endings, lifecycle
 from antiphon.engine.runs.crash_quarantine import CrashQuarantine
 from antiphon.engine.runs.deltas import DeltaStream
-from antiphon.engine.runs.lifecycle import Claim, Effects, EndedRun, RunEnding, RunWorker
+from antiphon.engine.runs.effects import Effects, EndedRun, RunEnding, RunOutcome
+from antiphon.engine.runs.lifecycle import Claim, Claimant
 from antiphon.engine.runs.retry import retry_while_store_full
 from antiphon.engine.runs.run_loop import RunLoop, RunSetup
-from antiphon.engine.runs.run_queue import AcceptedRun
-from antiphon.engine.runs.steps import QUIET_ORIGINS, SANITIZED_ORIGINS, FollowUp, RunOutcome
+from antiphon.engine.runs.run_queue import QUIET_ORIGINS, SANITIZED_ORIGINS, AcceptedRun
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.errors import (
     AntiphonError,
@@ -108,26 +108,17 @@ class Worker:
         """Wake the outbox after a delivery was added."""
         self._outbox.wake()
 
-    async def apply_effects(self, stopped: Effects) -> None:
-        """Publish ended runs, dispatch follow-up work and notify the owners of runs to stop; called after a commit."""
-        await self._publish_all_ended(stopped.ended)
-        await self.apply_follow_up(stopped.sequel)
-        for run_id in stopped.asked:
-            self._bus.publish(STOP_TOPIC, StopRequested(run_id=run_id))
-
-    async def _publish_all_ended(self, all_ended: Sequence[EndedRun]) -> None:
-        for ended in all_ended:
-            await self.publish_ended(ended)
-
-    async def publish_ended(self, ended: EndedRun, claim: Claim | None = None) -> None:
-        """Publish the end of a run and apply its effects."""
-        self._events.publish_ended_run(ended, claim)
-        await self.apply_effects(ended.after)
-
-    async def apply_follow_up(self, sequel: FollowUp) -> None:
-        for accepted in sequel.runs:
-            await self.dispatch_accepted_run(accepted)
-        if sequel.posted:
+    async def apply_effects(self, effects: Effects) -> None:
+        """Publish what a commit led to, wake the lanes of queued runs, and ask the owners of runs to stop them."""
+        for step in effects.steps:
+            match step:
+                case EndedRun():
+                    self._events.publish_ended_run(step)
+                case AcceptedRun():
+                    await self.dispatch_accepted_run(step)
+                case StopRequested():
+                    self._bus.publish(STOP_TOPIC, step)
+        if effects.has_deliveries:
             self._outbox.wake()
 
     # --- lanes ---
@@ -179,17 +170,17 @@ class Worker:
         finally:
             self._lanes.set_resting(lane, resting=False)
 
-    def _build_run_worker(self, *, is_quarantined: bool = False) -> RunWorker:
-        return RunWorker(self._owner, self._clock.now(), self._max_attempts, self._max_run_ms, is_quarantined)
+    def _build_claimant(self, *, is_quarantined: bool = False) -> Claimant:
+        return Claimant(self._owner, self._clock.now(), self._max_attempts, self._max_run_ms, is_quarantined)
 
     async def _execute_runs(self, lane: int, max_runs: int, *, is_quarantined: bool = False) -> bool:
         try:
-            claim, skipped = await self._store.tx(
-                lifecycle.claim_run, lane, self._build_run_worker(is_quarantined=is_quarantined)
+            claim, effects = await self._store.tx(
+                lifecycle.claim_run, lane, self._build_claimant(is_quarantined=is_quarantined)
             )
         except Fenced:
             return False
-        await self._publish_all_ended(skipped)
+        await self.apply_effects(effects)
         for remaining in reversed(range(max_runs)):
             if claim is None:
                 return False
@@ -211,13 +202,12 @@ class Worker:
                 "run", run_id=claim.run_id, session_key=claim.session_key, agent_id=claim.agent_id
             ):
                 ending = await self._run_to_ending(claim)
-            ended, following, skipped = await self._finish_run(claim, ending, claim_next=claim_next)
+            effects, next_claim = await self._finish_run(claim, ending, claim_next=claim_next)
         except Fenced:
             log.info("Run %r was taken over", claim.run_id, extra=_build_log_fields(claim))
             return None
-        await self.publish_ended(ended, claim)
-        await self._publish_all_ended(skipped)
-        return following
+        await self.apply_effects(effects)
+        return next_claim
 
     async def _run_to_ending(self, claim: Claim) -> RunEnding:
         loop: RunLoop | None = None
@@ -231,7 +221,7 @@ class Worker:
         except TimeoutError:
             active = self.active_runs[claim.run_id]
             if active.limit.expired():
-                return _build_stopped_ending(loop, active.outcome)
+                return _build_stopped_ending(claim, loop, active.outcome)
             log.exception("Run %r failed", claim.run_id, extra=_build_log_fields(claim))
             return _build_failed_ending(loop, RunFailed(claim.run_id))
         except (Fenced, StoreError):
@@ -278,7 +268,7 @@ class Worker:
 
     async def _finish_run(
         self, claim: Claim, ending: RunEnding, *, claim_next: bool
-    ) -> tuple[EndedRun, Claim | None, list[EndedRun]]:
+    ) -> tuple[Effects, Claim | None]:
         for with_next in dict.fromkeys((claim_next, False)):  # claiming the next run may be what fails
             try:
                 return await self._commit_end(claim, ending, claim_next=with_next)
@@ -296,12 +286,12 @@ class Worker:
 
     async def _commit_end(
         self, claim: Claim, ending: RunEnding, *, claim_next: bool
-    ) -> tuple[EndedRun, Claim | None, list[EndedRun]]:
+    ) -> tuple[Effects, Claim | None]:
         self.run_ids_being_ended.add(claim.run_id)
         try:
             return await retry_while_store_full(
                 lambda: self._store.tx(
-                    lifecycle.finish_run, claim, ending, self._build_run_worker(), claim_next=claim_next
+                    lifecycle.finish_run, claim, ending, self._build_claimant(), claim_next=claim_next
                 )
             )
         finally:
@@ -323,7 +313,7 @@ class Worker:
 
     async def cancel_requested_runs(self) -> None:
         """Stop all runs with a stop request, even if its event was lost or came before the run started."""
-        for run_id in await self._store.read(lifecycle.list_stop_requested_runs, self._owner):
+        for run_id in await self._store.read(endings.list_stop_requested_runs, self._owner):
             self._cancel_run(run_id)
 
     def _cancel_run(self, run_id: str) -> None:
@@ -331,18 +321,17 @@ class Worker:
             active.cancel()
 
 
-_STOP_REASONS: dict[RunOutcome, str] = {
-    "timeout": "The run's time was over.",
-    "cancelled": "The run was stopped.",
-}
-
-
 def _build_log_fields(claim: Claim) -> dict[str, str]:
     return {"run_id": claim.run_id, "session_key": claim.session_key}
 
 
-def _build_stopped_ending(loop: RunLoop | None, outcome: RunOutcome) -> RunEnding:
-    reason = _STOP_REASONS[outcome]
+def _build_stopped_ending(claim: Claim, loop: RunLoop | None, outcome: RunOutcome) -> RunEnding:
+    timeout_seconds = (claim.deadline_at - claim.created_at) / 1000
+    reason = (
+        f"The run timed out after {timeout_seconds:.10g} s."
+        if outcome == "timeout"
+        else "The run was stopped."
+    )
     if loop is not None:
         return loop.build_stopped_ending(outcome, reason)
     return RunEnding(state=outcome, error_code=outcome, error=reason)
@@ -355,7 +344,7 @@ def _build_failed_ending(loop: RunLoop | None, error: AntiphonError) -> RunEndin
 
 
 def _build_uncommittable_ending(ending: RunEnding, now: int) -> RunEnding:
-    error = "What the run came to could not be kept. See the log for the reason, then try again."
+    error = "The result of the run could not be stored. See the log for the reason, then try again."
     usage = next((answer.usage for answer in ending.messages if isinstance(answer, AssistantMessage)), None)
     notice = AssistantMessage(
         content=[], timestamp=now, stop_reason="error", error_message=error, usage=usage

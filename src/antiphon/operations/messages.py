@@ -13,7 +13,8 @@ from antiphon.bus import RunChanged, run_topic, session_topic
 from antiphon.engine import validation
 from antiphon.engine.collaboration import subagents
 from antiphon.engine.collaboration.chains import ChainLink
-from antiphon.engine.runs import lifecycle, run_queue
+from antiphon.engine.runs import endings, lifecycle, run_queue
+from antiphon.engine.runs.effects import NO_EFFECTS, Effects
 from antiphon.engine.runs.run_options import RunOptions
 from antiphon.engine.runs.run_queue import Submission
 from antiphon.engine.sessions import resets, session_rows
@@ -118,19 +119,19 @@ class MessageOperations(ChainOperations):
         )
         await engine.apply_effects(stopped)
         await engine.dispatch_accepted_run(accepted)
-        run_ids = [*(ended.run_id for ended in stopped.ended), *stopped.asked]
+        run_ids = stopped.stopped_run_ids
         if run_ids:
             self._publish_change(row, "abort")
         return _build_receipt(accepted, row), run_ids
 
     async def _steer(
         self, tx: Tx, caller: Caller, message: IncomingMessage, run_id: str, origin: RequestOrigin, now: int
-    ) -> tuple[lifecycle.Effects, run_queue.AcceptedRun, Row]:
+    ) -> tuple[Effects, run_queue.AcceptedRun, Row]:
         session = await self._session_resolver.open(tx, caller, "control", message.session)
-        stopped, place = lifecycle.Effects([], []), _TaskPlacement()
+        stopped, place = NO_EFFECTS, _TaskPlacement()
         if await tx.one(lifecycle.SQL.find_accepted, id=run_id) is None:
             place = await self._resolve_placement(tx, caller, session, run_id, origin)
-            stopped = await lifecycle.cancel_runs(tx, session["id"], None, now)
+            stopped = await endings.cancel_runs(tx, session["id"], None, now)
         accepted, row, _ = await self._submit(tx, caller, message, run_id, now, place)
         return stopped, accepted, row
 

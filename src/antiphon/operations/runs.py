@@ -10,7 +10,8 @@ from antiphon import views
 from antiphon.access import Caller
 from antiphon.bus import RunChanged, run_topic
 from antiphon.engine import validation
-from antiphon.engine.runs import lifecycle, run_queue
+from antiphon.engine.runs import endings, lifecycle, run_options, run_queue
+from antiphon.engine.runs.effects import NO_EFFECTS, Effects
 from antiphon.errors import NotFound
 from antiphon.messages import ToolCall
 from antiphon.operations.context import OperationContext
@@ -68,7 +69,7 @@ class RunOperations(OperationContext):
 
     async def _load_client_calls(self, tx: Tx, caller: Caller, run_id: str) -> list[ToolCall]:
         await self._load_run_view(tx, caller, run_id)
-        return await lifecycle.load_client_calls(tx, run_id)
+        return await run_options.load_client_calls(tx, run_id)
 
     async def list_unfinished_runs(self, caller: Caller, session: str) -> list[str]:
         """Return the ids of the running and queued runs of a session, in their order."""
@@ -91,15 +92,15 @@ class RunOperations(OperationContext):
         engine = self._require_engine()
         row, stopped = await self._store.tx(self._stop, caller, session, run_id, key, self._clock.now())
         await engine.apply_effects(stopped)
-        run_ids = [*(ended.run_id for ended in stopped.ended), *stopped.asked]
+        run_ids = stopped.stopped_run_ids
         if run_ids:
             self._publish_change(row, "abort")
         return StopView(run_ids)
 
     async def _stop(
         self, tx: Tx, caller: Caller, session: str, run_id: str | None, key: str | None, now: int
-    ) -> tuple[Row, lifecycle.Effects]:
+    ) -> tuple[Row, Effects]:
         row = await self._session_resolver.open(tx, caller, "control", session)
         if key is not None and not await run_queue.record_command(tx, key, row["id"], "stop", now):
-            return row, lifecycle.Effects([], [])
-        return row, await lifecycle.cancel_runs(tx, row["id"], run_id, now)
+            return row, NO_EFFECTS
+        return row, await endings.cancel_runs(tx, row["id"], run_id, now)

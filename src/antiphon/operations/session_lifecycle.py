@@ -13,8 +13,8 @@ from antiphon import access
 from antiphon.access import READ_SCOPE, Caller
 from antiphon.engine import idempotency, validation
 from antiphon.engine.idempotency import IdempotentCommand
-from antiphon.engine.runs import compaction, lifecycle, run_queue
-from antiphon.engine.runs.lifecycle import Effects
+from antiphon.engine.runs import compaction, endings, lifecycle, run_queue
+from antiphon.engine.runs.effects import NO_EFFECTS, Effects
 from antiphon.engine.sessions import session_rows, transcripts
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.errors import Conflict, NotFound
@@ -213,7 +213,7 @@ class SessionLifecycleOperations(RunOperations):
         self, tx: Tx, caller: Caller, session: str, plan: _IdleChange, now: int
     ) -> tuple[Row | None, Effects, Row | None]:
         if await plan.done(tx, now):
-            return None, Effects([], []), None
+            return None, NO_EFFECTS, None
         row = await self._session_resolver.open(tx, caller, "manage", session)
         plan.check(row)
         stopped = await self._stop_all(tx, row["id"], now)
@@ -222,9 +222,9 @@ class SessionLifecycleOperations(RunOperations):
 
     async def _stop_all(self, tx: Tx, session: int, now: int) -> Effects:
         """Stop the running run of a session and drop queued ones, also those queued because others were dropped."""
-        stopped = lifecycle.NO_EFFECTS
+        stopped = NO_EFFECTS
         for _ in range(MAX_STOP_ROUNDS):
-            stopped += await lifecycle.cancel_runs(tx, session, None, now)
+            stopped += await endings.cancel_runs(tx, session, None, now)
             stopped += await self._end_abandoned(tx, session, now)
             left = await tx.one(session_rows.SQL.running_or_queued, id=session)
             # The process that executes it was asked to stop; the caller waits for it.
@@ -235,8 +235,8 @@ class SessionLifecycleOperations(RunOperations):
     async def _end_abandoned(self, tx: Tx, session: int, now: int) -> Effects:
         """End a run whose process is gone. Without an engine this process owns the store, so no other executes it."""
         if self._engine is not None:
-            return lifecycle.NO_EFFECTS
-        return await lifecycle.end_abandoned_run(tx, session, now, shared=self._store.shared)
+            return NO_EFFECTS
+        return await endings.end_abandoned_run(tx, session, now, shared=self._store.shared)
 
     # --- entries outside of runs ---
 

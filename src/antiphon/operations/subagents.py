@@ -19,7 +19,8 @@ from antiphon.engine.collaboration.subagents import ValidatedSpawn, WakeRequest
 from antiphon.engine.idempotency import IdempotentCommand
 from antiphon.engine.outbox import sanitize
 from antiphon.engine.outbox.redaction import redact
-from antiphon.engine.runs import completion, lifecycle
+from antiphon.engine.runs import completion, endings, lifecycle
+from antiphon.engine.runs.effects import Effects
 from antiphon.engine.runs.run_queue import AcceptedRun
 from antiphon.errors import Ambiguous, ChainTooLong, Conflict, InvalidInput, NotFound
 from antiphon.operations.exchanges import ExchangeOperations, derive_request_id
@@ -218,13 +219,13 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         )
         for row, stopped in stops:
             await engine.apply_effects(stopped)
-            if stopped.ended or stopped.asked:
+            if stopped.stopped_run_ids:
                 self._publish_change(row, "abort")
         return killed
 
     async def _kill(
         self, tx: Tx, caller: Caller, target: str | None, session: str, since: int, key: str | None, now: int
-    ) -> tuple[KillResult, list[tuple[Row, lifecycle.Effects]]]:
+    ) -> tuple[KillResult, list[tuple[Row, Effects]]]:
         requester = await self._session_resolver.open(tx, caller, "control", session)
         command = IdempotentCommand(key, ("kill", requester["id"], target))
         if before := await idempotency.load_recorded_answer(tx, command, KillResult):
@@ -232,10 +233,10 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         found = await self._load_spawned_by(tx, caller, requester, since)
         meant = found if target in ALL_TARGETS else [_choose_subagent(target, found)]
         over = meant[0].name if target not in ALL_TARGETS and meant[0].phase == "settled" else None
-        stopped: list[tuple[TaskView, Row, lifecycle.Effects]] = []
+        stopped: list[tuple[TaskView, Row, Effects]] = []
         for task in meant:
             if row := await self._open_active_child(tx, caller, task):
-                stopped.append((task, row, await lifecycle.cancel_runs(tx, row["id"], None, now)))
+                stopped.append((task, row, await endings.cancel_runs(tx, row["id"], None, now)))
         killed = KillResult(
             keys=[task.child_session_key for task, *_ in stopped],
             names=[task.name for task, *_ in stopped],

@@ -20,15 +20,8 @@ from antiphon.engine.collaboration.prompts import ExchangeSides
 from antiphon.engine.outbox import delivery_rows, sanitize
 from antiphon.engine.outbox.delivery_rows import NewDelivery
 from antiphon.engine.runs import run_queue
-from antiphon.engine.runs.run_queue import AcceptedRun, Submission
-from antiphon.engine.runs.steps import (
-    ANNOUNCE_ORIGIN,
-    NO_FOLLOW_UP,
-    REPLY_BACK_ORIGIN,
-    CompletedStep,
-    FollowUp,
-    build_follow_up,
-)
+from antiphon.engine.runs.effects import DELIVERY_POSTED, NO_EFFECTS, CompletedStep, Effects
+from antiphon.engine.runs.run_queue import ANNOUNCE_ORIGIN, REPLY_BACK_ORIGIN, AcceptedRun, Submission
 from antiphon.messages import INJECTED_MODEL, AssistantMessage, Provenance, TextBlock, UserMessage
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
@@ -174,11 +167,11 @@ async def record_sent_message(tx: Tx, opening: NewExchange, now: int) -> Accepte
     return await run_queue.submit_follow_up(tx, note, now)
 
 
-async def advance_exchange(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
+async def advance_exchange(tx: Tx, step: CompletedStep, now: int) -> Effects:
     """Advance an exchange after its current run has ended."""
     exchange = await tx.one(SQL.by_current_run, n=step.exchange, run_id=step.run_id)
     if exchange is None:
-        return NO_FOLLOW_UP
+        return NO_EFFECTS
     if exchange["phase"] == "primary":
         await tx.do(SQL.set_answering_run, n=exchange["n"], run_id=step.run_id)
     match exchange["phase"]:
@@ -205,14 +198,14 @@ async def abandon_exchange(tx: Tx, n: int, run_id: str, now: int) -> None:
     await _settle_exchange(tx, exchange, announced, now)
 
 
-async def settle_stuck_exchanges(tx: Tx, now: int) -> FollowUp:
+async def settle_stuck_exchanges(tx: Tx, now: int) -> Effects:
     """Settle exchanges that no run will advance."""
     for exchange in await tx.all(SQL.stalled):
         await _settle_exchange(tx, exchange, "interrupted", now)
-    return NO_FOLLOW_UP
+    return NO_EFFECTS
 
 
-async def _queue_reply(tx: Tx, exchange: Row, said: str, now: int) -> FollowUp:
+async def _queue_reply(tx: Tx, exchange: Row, said: str, now: int) -> Effects:
     """Queue the other side's turn to answer; after the last turn, the announcement."""
     turn = exchange["turn"] + 1
     if turn > exchange["turns"] or exchange["requester"] is None:
@@ -243,10 +236,10 @@ async def _queue_reply(tx: Tx, exchange: Row, said: str, now: int) -> FollowUp:
     if accepted is None:
         return await _queue_announce(tx, exchange, said, now)
     await tx.do(SQL.advance, n=exchange["n"], phase="reply", current=run_id, turn=turn, reply=said)
-    return build_follow_up(accepted)
+    return Effects.queue(accepted)
 
 
-async def _queue_announce(tx: Tx, exchange: Row, said: str | None, now: int) -> FollowUp:
+async def _queue_announce(tx: Tx, exchange: Row, said: str | None, now: int) -> Effects:
     """Queue the run in which the target words the announcement for its chat."""
     if exchange["announce"] == "none":
         return await _settle_exchange(tx, exchange, "none", now, said)
@@ -273,10 +266,10 @@ async def _queue_announce(tx: Tx, exchange: Row, said: str | None, now: int) -> 
     await tx.do(
         SQL.advance, n=exchange["n"], phase="announce", current=run_id, turn=exchange["turn"], reply=said
     )
-    return build_follow_up(accepted)
+    return Effects.queue(accepted)
 
 
-async def _finish_announce(tx: Tx, exchange: Row, step: CompletedStep, now: int) -> FollowUp:
+async def _finish_announce(tx: Tx, exchange: Row, step: CompletedStep, now: int) -> Effects:
     said = step.usable_reply
     if said is None:
         return await _settle_exchange(
@@ -295,14 +288,14 @@ async def _finish_announce(tx: Tx, exchange: Row, step: CompletedStep, now: int)
         exchange=exchange["n"],
     )
     await delivery_rows.enqueue_delivery(tx, parcel, now)
-    return await _settle_exchange(tx, exchange, "pending", now) + FollowUp(posted=True)
+    return await _settle_exchange(tx, exchange, "pending", now) + DELIVERY_POSTED
 
 
 async def _settle_exchange(
     tx: Tx, exchange: Row, announced: str, now: int, said: str | None = None
-) -> FollowUp:
+) -> Effects:
     await tx.do(SQL.settle, n=exchange["n"], announced=announced, reply=said, now=now)
-    return NO_FOLLOW_UP
+    return NO_EFFECTS
 
 
 def _can_reply(requester_key: str) -> bool:

@@ -14,7 +14,7 @@ import msgspec
 
 from antiphon.engine.collaboration.framing import quote_name
 from antiphon.engine.outbox.sanitize import ANNOUNCE_SKIP, REPLY_SKIP
-from antiphon.engine.runs.steps import RunOutcome
+from antiphon.engine.runs.effects import RunOutcome
 
 Locale = Literal["en", "pt"]
 ResultSource = Literal["reply", "announce", "tool", "none"]

@@ -24,16 +24,8 @@ from antiphon.engine.collaboration.prompts import TaskReport, TaskStats
 from antiphon.engine.outbox import delivery_rows, sanitize
 from antiphon.engine.outbox.delivery_rows import Destination, NewDelivery
 from antiphon.engine.runs import run_queue
-from antiphon.engine.runs.run_queue import NOTE_ORIGIN, AcceptedRun, Submission
-from antiphon.engine.runs.steps import (
-    ANNOUNCE_ORIGIN,
-    NO_FOLLOW_UP,
-    WAKE_ORIGIN,
-    CompletedStep,
-    FollowUp,
-    RunOutcome,
-    build_follow_up,
-)
+from antiphon.engine.runs.effects import DELIVERY_POSTED, NO_EFFECTS, CompletedStep, Effects, RunOutcome
+from antiphon.engine.runs.run_queue import ANNOUNCE_ORIGIN, NOTE_ORIGIN, WAKE_ORIGIN, AcceptedRun, Submission
 from antiphon.engine.sessions import session_rows
 from antiphon.engine.sessions.session_rows import NewSession
 from antiphon.errors import InvalidInput
@@ -201,11 +193,11 @@ def _build_first_run(spawning: ValidatedSpawn, task: Row, now: int) -> Submissio
 # --- progress ---
 
 
-async def advance_task(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
+async def advance_task(tx: Tx, step: CompletedStep, now: int) -> Effects:
     """Advance a task after its current run has ended."""
     task = await tx.one(SQL.by_current_run, n=step.task, run_id=step.run_id)
     if task is None:
-        return NO_FOLLOW_UP
+        return NO_EFFECTS
     if task["phase"] == "announcing":
         return await _finish_announce(tx, task, step, now)
     await _record_result(tx, task, step, now)
@@ -213,20 +205,20 @@ async def advance_task(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
         # The child ended its turn before its own sub-agents did: it reports after their results.
         await tx.do(SQL.advance, n=task["n"], phase="waiting", current=task["current"])
         await tx.do(SQL.set_yield_if_unset, session=task["child"])
-        return NO_FOLLOW_UP
+        return NO_EFFECTS
     return await _queue_announce(tx, task, step, now)
 
 
 async def abandon_waiting_task(
     tx: Tx, child_key: str, now: int, outcome: RunOutcome = "cancelled", error: str = "The run was stopped."
-) -> FollowUp:
+) -> Effects:
     """End and report the task of a child that is stopped while waiting for its own sub-agents.
 
     No run is active then whose end could report it.
     """
     task = await tx.one(SQL.by_child, key=child_key)
     if task is None or task["phase"] != "waiting":
-        return NO_FOLLOW_UP
+        return NO_EFFECTS
     kept = {name: task[name] for name in ("n", "result", "result_source", "model")}
     await tx.do(SQL.record_outcome, outcome=outcome, error=error, now=now, **kept)
     if decode_task_options(task).announce == "none":
@@ -234,18 +226,18 @@ async def abandon_waiting_task(
     return await _send_report(tx, task, None, now)
 
 
-async def settle_stuck_tasks(tx: Tx, now: int) -> FollowUp:
+async def settle_stuck_tasks(tx: Tx, now: int) -> Effects:
     """Report tasks that no run will advance."""
-    sequel = NO_FOLLOW_UP
+    effects = NO_EFFECTS
     for task in await tx.all(SQL.stalled):
         if task["outcome"] is None:
             kept = {name: task[name] for name in ("n", "result", "result_source", "model")}
             await tx.do(SQL.record_outcome, outcome="interrupted", error="The run was lost.", now=now, **kept)
         if decode_task_options(task).announce == "none":
-            sequel += await _settle_task(tx, task, None, "none", now)
+            effects += await _settle_task(tx, task, None, "none", now)
         else:
-            sequel += await _send_report(tx, task, None, now)
-    return sequel
+            effects += await _send_report(tx, task, None, now)
+    return effects
 
 
 async def _record_result(tx: Tx, task: Row, step: CompletedStep, now: int) -> None:
@@ -276,7 +268,7 @@ async def _load_latest_tool_result(tx: Tx, task: Row) -> str | None:
     return message.text.strip() or None if isinstance(message, ToolResult) else None
 
 
-async def _queue_announce(tx: Tx, task: Row, step: CompletedStep, now: int) -> FollowUp:
+async def _queue_announce(tx: Tx, task: Row, step: CompletedStep, now: int) -> Effects:
     """Queue the run in which the child words its result, if it succeeded and is to be announced."""
     options = decode_task_options(task)
     if options.announce == "none":
@@ -304,10 +296,10 @@ async def _queue_announce(tx: Tx, task: Row, step: CompletedStep, now: int) -> F
     if accepted is None or not accepted.new:  # not new: steered in its announce step, which is not repeated
         return await _send_report(tx, task, None, now)
     await tx.do(SQL.advance, n=task["n"], phase="announcing", current=run_id)
-    return build_follow_up(accepted)
+    return Effects.queue(accepted)
 
 
-async def _finish_announce(tx: Tx, task: Row, step: CompletedStep, now: int) -> FollowUp:
+async def _finish_announce(tx: Tx, task: Row, step: CompletedStep, now: int) -> Effects:
     said = step.usable_reply
     if said is not None and sanitize.is_silence(said):
         return await _settle_task(tx, task, None, "skipped", now)
@@ -319,7 +311,7 @@ async def _finish_announce(tx: Tx, task: Row, step: CompletedStep, now: int) -> 
 # --- the report ---
 
 
-async def _send_report(tx: Tx, task: Row, announced: str | None, now: int) -> FollowUp:
+async def _send_report(tx: Tx, task: Row, announced: str | None, now: int) -> Effects:
     task = await _reload_task(tx, task)
     options = decode_task_options(task)
     report = _build_report(task, announced, await _load_stats(tx, task, options))
@@ -340,7 +332,7 @@ async def _send_report(tx: Tx, task: Row, announced: str | None, now: int) -> Fo
         task=task["n"],
     )
     await delivery_rows.enqueue_delivery(tx, parcel, now)
-    return told + await _settle_task(tx, task, report, "pending", now) + FollowUp(posted=True)
+    return told + await _settle_task(tx, task, report, "pending", now) + DELIVERY_POSTED
 
 
 def _build_report(task: Row, announced: str | None, stats: TaskStats) -> TaskReport:
@@ -383,14 +375,14 @@ def _find_transcript_path(options: TaskOptions, session_id: str) -> str | None:
 
 async def _queue_report(
     tx: Tx, task: Row, options: TaskOptions, text: str, now: int
-) -> tuple[FollowUp, str | None]:
+) -> tuple[Effects, str | None]:
     """Queue the report for the requester's transcript. Returns the run id too, unless an ancestor receives it.
 
     The report waits its turn in the lane, so it is placed between two runs, never between a call and its result.
     """
     living = await _find_living_requester(tx, task)
     if living is None:
-        return NO_FOLLOW_UP, None
+        return NO_EFFECTS, None
     session, agent_id = living
     if session["id"] != task["requester"]:
         text = f"{text}\n\n{prompts.format_passed_up_note(keys.display_full_key(task['requester_key']))}"
@@ -410,7 +402,7 @@ async def _queue_report(
         agent_id=agent_id if direct else None,
     )
     accepted = await run_queue.submit_follow_up(tx, submission, now)
-    return build_follow_up(accepted), run_id if session["id"] == task["requester"] else None
+    return Effects.queue(accepted), run_id if session["id"] == task["requester"] else None
 
 
 def _build_report_message(task: Row, text: str, now: int, *, by_user: bool) -> UserMessage | AssistantMessage:
@@ -463,7 +455,7 @@ async def _load_deadline(tx: Tx, task: Row) -> int | None:
     return run["deadline_at"] if run else None
 
 
-async def _settle_task(tx: Tx, task: Row, report: TaskReport | None, announced: str, now: int) -> FollowUp:
+async def _settle_task(tx: Tx, task: Row, report: TaskReport | None, announced: str, now: int) -> Effects:
     await tx.lock(f"family:{task['requester']}")
     settled = announced != "pending"
     await tx.do(
@@ -477,25 +469,25 @@ async def _settle_task(tx: Tx, task: Row, report: TaskReport | None, announced: 
     return await _wake_requester(tx, task, now)
 
 
-async def _wake_requester(tx: Tx, task: Row, now: int) -> FollowUp:
+async def _wake_requester(tx: Tx, task: Row, now: int) -> Effects:
     """Wake the requester if it yielded and has nothing more to wait for."""
     living = await _find_living_requester(tx, task)
     if living is None or living[0]["yielded"] is None or not task["wakes"]:
-        return NO_FOLLOW_UP
+        return NO_EFFECTS
     session, agent_id = living
     if session["yielded"] == "all" and await _count_awaited(tx, session["id"]):
-        return NO_FOLLOW_UP
-    sequel, wakes = NO_FOLLOW_UP, dict[str | None, str]()
+        return NO_EFFECTS
+    effects, wakes = NO_EFFECTS, dict[str | None, str]()
     for agent in await yields.list_waiting_agents(tx, session) or [agent_id]:
         accepted = await queue_wake(
             tx, WakeRequest(session["id"], session["key"], task["id"], agent), task, now
         )
         if accepted is not None:
             wakes[agent] = accepted.run_id
-            sequel += build_follow_up(accepted)
+            effects += Effects.queue(accepted)
     if wakes:
         await yields.hand_waiting_runs_to_wakes(tx, session, wakes)
-    return sequel
+    return effects
 
 
 async def _count_awaited(tx: Tx, session: int) -> int:

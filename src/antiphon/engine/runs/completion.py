@@ -9,8 +9,8 @@ from antiphon.engine.collaboration import exchanges, subagents, yields
 from antiphon.engine.outbox import delivery_rows, sanitize
 from antiphon.engine.outbox.delivery_rows import Destination, NewDelivery
 from antiphon.engine.runs import run_queue
-from antiphon.engine.runs.run_queue import NOTE_ORIGIN, Submission
-from antiphon.engine.runs.steps import NO_FOLLOW_UP, WAKE_ORIGIN, CompletedStep, FollowUp, build_follow_up
+from antiphon.engine.runs.effects import DELIVERY_POSTED, NO_EFFECTS, CompletedStep, Effects
+from antiphon.engine.runs.run_queue import NOTE_ORIGIN, WAKE_ORIGIN, Submission
 from antiphon.messages import INJECTED_MODEL, AssistantMessage, Provenance, TextBlock
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
@@ -38,21 +38,21 @@ async def load_reply_target(tx: Tx, run_id: str | None) -> ReplyTarget | None:
     return msgspec.json.decode(row["target"], type=ReplyTarget)
 
 
-async def complete_step(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
-    sequel, answer = NO_FOLLOW_UP, step
+async def complete_step(tx: Tx, step: CompletedStep, now: int) -> Effects:
+    effects, answer = NO_EFFECTS, step
     if step.yielded and not await yields.finish_yielded_run(tx, step.run_id):
         # It was stopped after it yielded: no run will answer for it.
-        answer = step._replace(yielded=False, state="cancelled", reply=None)
+        answer = msgspec.structs.replace(step, yielded=False, state="cancelled", reply=None)
     if not answer.yielded:
-        sequel += await _pass_on_outcome(tx, answer, now)
+        effects += await _pass_on_outcome(tx, answer, now)
     if step.task is not None:
-        sequel += await subagents.advance_task(tx, step, now)
-    return sequel
+        effects += await subagents.advance_task(tx, step, now)
+    return effects
 
 
-async def _pass_on_outcome(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
+async def _pass_on_outcome(tx: Tx, step: CompletedStep, now: int) -> Effects:
     """Pass the outcome of a run to its exchange and reply target, and to those of the runs it answers for."""
-    sequel, addressees = NO_FOLLOW_UP, set[str]()
+    effects, addressees = NO_EFFECTS, set[str]()
     answered: list[Row] = (
         await yields.take_answered_runs(tx, step.run_id) if step.origin == WAKE_ORIGIN else []
     )
@@ -60,11 +60,13 @@ async def _pass_on_outcome(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
     parts += [(run["id"], run["exchange"], run["target"]) for run in answered]
     for asked, exchange, target in parts:
         if exchange is not None:
-            sequel += await exchanges.advance_exchange(tx, step._replace(exchange=exchange), now)
+            effects += await exchanges.advance_exchange(
+                tx, msgspec.structs.replace(step, exchange=exchange), now
+            )
         if target is not None and step.usable_reply is not None and target not in addressees:
             addressees.add(target)
-            sequel += await _post_reply(tx, step, asked, target, now)
-    return sequel
+            effects += await _post_reply(tx, step, asked, target, now)
+    return effects
 
 
 async def stop_waiting(tx: Tx, session: int, now: int) -> None:
@@ -73,7 +75,7 @@ async def stop_waiting(tx: Tx, session: int, now: int) -> None:
         await exchanges.abandon_exchange(tx, exchange, run_id, now)
 
 
-async def _post_reply(tx: Tx, step: CompletedStep, asked: str, target: str, now: int) -> FollowUp:
+async def _post_reply(tx: Tx, step: CompletedStep, asked: str, target: str, now: int) -> Effects:
     """Post the reply to the chat named by `target`, and add it to that session's transcript.
 
     `asked` is the run that named the chat: the one that answers, or one that it was woken for.
@@ -82,11 +84,11 @@ async def _post_reply(tx: Tx, step: CompletedStep, asked: str, target: str, now:
     said = step.usable_reply or ""
     body = sanitize.sanitize_for_agents(said)  # the outbox sanitizes it for people
     if sanitize.is_skip(said, sanitize.NO_REPLY) or not body:
-        return NO_FOLLOW_UP
-    sequel, entry_run = NO_FOLLOW_UP, step.run_id
+        return NO_EFFECTS
+    effects, entry_run = NO_EFFECTS, step.run_id
     if addressee.session != step.session:
         note = _build_reply_note(step, asked, addressee, body, now)
-        sequel, entry_run = build_follow_up(await run_queue.submit_follow_up(tx, note, now)), note.run_id
+        effects, entry_run = Effects.queue(await run_queue.submit_follow_up(tx, note, now)), note.run_id
     parcel = NewDelivery(
         key=f"run:{asked}",
         kind="reply",
@@ -97,7 +99,7 @@ async def _post_reply(tx: Tx, step: CompletedStep, asked: str, target: str, now:
         entry_run=entry_run,
     )
     await delivery_rows.enqueue_delivery(tx, parcel, now)
-    return sequel + FollowUp(posted=True)
+    return effects + DELIVERY_POSTED
 
 
 def _build_reply_note(
@@ -126,6 +128,6 @@ async def has_stuck_work(tx: Tx) -> bool:
     return bool(await tx.all(exchanges.SQL.stalled) or await tx.all(subagents.SQL.stalled))
 
 
-async def settle_stuck_work(tx: Tx, now: int) -> FollowUp:
+async def settle_stuck_work(tx: Tx, now: int) -> Effects:
     """Settle exchanges and tasks that no run will advance: a safety net, so that nothing waits forever."""
     return await exchanges.settle_stuck_exchanges(tx, now) + await subagents.settle_stuck_tasks(tx, now)

@@ -21,9 +21,9 @@ from antiphon.engine.outbox import sanitize
 from antiphon.engine.runs import compaction, context, lifecycle
 from antiphon.engine.runs.context import ModelContext
 from antiphon.engine.runs.deltas import DeltaStream
-from antiphon.engine.runs.lifecycle import Claim, RunEnding
+from antiphon.engine.runs.effects import RunEnding, RunOutcome
+from antiphon.engine.runs.lifecycle import Claim
 from antiphon.engine.runs.retry import retry_while_store_full
-from antiphon.engine.runs.steps import RunOutcome
 from antiphon.engine.sessions import transcripts
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
@@ -127,7 +127,7 @@ class RunLoop:
             answer = await self._request_answer()
             if not answer.tool_calls:
                 self._deltas.flush()  # nothing may be streamed after the entry that completes it
-                return _build_ending(answer, used=self._may_have_usage or answer.usage is not None)
+                return _build_ending(answer, has_usage=self._may_have_usage or answer.usage is not None)
             await self._commit_messages([answer])
             await self._run_tool_calls(self._select_own_calls(answer.tool_calls), resumed=False)
             if ending := self._find_yield_ending() or self._find_client_call_ending():
@@ -469,7 +469,7 @@ def _format_model_name(answer: AssistantMessage) -> str | None:
     return f"{answer.provider}/{answer.model}" if answer.provider and answer.model else answer.model
 
 
-def _build_ending(answer: AssistantMessage, *, used: bool) -> RunEnding:
+def _build_ending(answer: AssistantMessage, *, has_usage: bool) -> RunEnding:
     """Build the ending from what the runtime reported, never from the text of the answer."""
     reply = answer.text
     model = _format_model_name(answer)
@@ -478,7 +478,9 @@ def _build_ending(answer: AssistantMessage, *, used: bool) -> RunEnding:
     elif not reply.strip():
         error = "The model ended its turn without an answer."
     else:
-        return RunEnding(state="ok", reply=reply, model_answered=model, messages=[answer], used=used)
+        return RunEnding(
+            state="ok", reply=reply, model_answered=model, messages=[answer], has_usage=has_usage
+        )
     return RunEnding(
         state="incomplete",
         reply=reply or None,

@@ -14,12 +14,13 @@ from typing import TypeAlias
 import msgspec
 
 from antiphon.engine.sessions import transcripts
-from antiphon.messages import AssistantMessage, CompactionEntry, TextBlock, ToolResult, UserMessage
+from antiphon.messages import AssistantMessage, CompactionEntry, TextBlock, ToolCall, ToolResult, UserMessage
 from antiphon.runtimes import Sampling, ToolSpec
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
 SQL = Queries("transcripts")
+RUNS_SQL = Queries("runs")
 MAX_ENTRIES_COMPARED = 1000  # entries of a session compared with the earlier messages of a request
 MAX_BYTES_COMPARED = 8 * 2**20
 ENTRIES_PER_PAGE = 64
@@ -46,6 +47,16 @@ def encode_options(options: RunOptions | None) -> str | None:
 
 def decode_options(stored: str | None) -> RunOptions | None:
     return None if stored is None else _options_decoder.decode(stored)
+
+
+async def load_client_calls(tx: Tx, run_id: str) -> list[ToolCall]:
+    """Return the calls of client-side tools that a run ended with."""
+    row = await tx.one(RUNS_SQL.last_answer, id=run_id)
+    options = decode_options(row["options"]) if row else None
+    answer = transcripts.decode_or_none(row) if row else None
+    if options is None or not isinstance(answer, AssistantMessage):
+        return []
+    return [call for call in answer.tool_calls if call.name in options.tool_names]
 
 
 async def find_unknown_messages(

@@ -25,6 +25,13 @@ CHAINS_SQL = Queries("chains")
 _random_id_parts: list[bytes] = []
 
 NOTE_ORIGIN = "note"  # a run that only appends an entry to the transcript, in its turn
+REPLY_BACK_ORIGIN = "reply-back"
+ANNOUNCE_ORIGIN = "announce"
+WAKE_ORIGIN = "wake"
+QUIET_ORIGINS = frozenset({REPLY_BACK_ORIGIN, ANNOUNCE_ORIGIN})
+"""Origins of runs whose text is meant for other sessions or the outbox and is not streamed to the chat."""
+SANITIZED_ORIGINS = frozenset({"sessions_send", "sessions_spawn", WAKE_ORIGIN, "steer", "cron", "hook"})
+"""Origins of runs that are streamed to viewers who did not request them, so their text is sanitized."""
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
