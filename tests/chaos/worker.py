@@ -61,7 +61,7 @@ class FileChannel:
     keyed: bool
     killer: Killer
 
-    async def post(self, key: str, where: Destination, text: str) -> str:
+    async def post(self, key: str, destination: Destination, text: str) -> str:
         append(self.posts.with_suffix(ATTEMPTS), key)
         self.killer.reach(POSTING)
         if not (self.keyed and self.posts.exists() and key in self.posts.read_text().splitlines()):

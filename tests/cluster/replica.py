@@ -56,7 +56,7 @@ class FileChannel:
     posts: Path
     keyed: bool
 
-    async def post(self, key: str, where: Destination, text: str) -> str:
+    async def post(self, key: str, destination: Destination, text: str) -> str:
         append(self.posts.with_suffix(ATTEMPTS), key)
         with self.posts.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -177,7 +177,7 @@ async def test_a_session_that_is_gone_has_no_page_but_a_channel_still_has_its_pl
     async with post_office(tmp_path, {"discord": discord}) as post:
         await post.store.tx(session_rows.delete_session, post.session["id"], GROUP, 1)
         await post.put("page", channel="webchat", to=GROUP)
-        assert "gone" in (await post.state("page", "dead"))["error"]
+        assert "deleted" in (await post.state("page", "dead"))["error"]
         await post.put("channel")
         await post.state("channel", "delivered")
 
@@ -259,7 +259,7 @@ async def test_a_channel_that_does_not_answer_leaves_a_doubt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Mute(RecordingChannel):
-        async def post(self, key: str, where: Destination, text: str) -> str | None:
+        async def post(self, key: str, destination: Destination, text: str) -> str | None:
             await asyncio.Event().wait()
             return None
 
@@ -323,7 +323,7 @@ async def test_what_cannot_even_be_read_is_told_of_with_its_place_and_not_tried_
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def told() -> list[logging.LogRecord]:
-        return [record for record in caplog.records if "could not be put on record" in record.message]
+        return [record for record in caplog.records if "Failed to record a delivery" in record.message]
 
     async def any_told() -> bool:
         return bool(told())

@@ -124,11 +124,11 @@ class RecordingChannel:
         self.tries: list[str] = []
         self._fails = fails
 
-    async def post(self, key: str, where: Destination, text: str) -> str | None:
+    async def post(self, key: str, destination: Destination, text: str) -> str | None:
         self.tries.append(key)
         error = self._fails(key) if self._fails else None
         if not (self.keyed and key in (seen for seen, *_ in self.posts)) and not _unsent(error):
-            self.posts.append((key, where, text))
+            self.posts.append((key, destination, text))
         if error:
             raise error
         return f"message-{len(self.posts)}"

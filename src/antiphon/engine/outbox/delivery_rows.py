@@ -63,21 +63,24 @@ def resolve_session_destination(row: Row) -> Destination:
     )
 
 
-async def enqueue_delivery(tx: Tx, parcel: NewDelivery, now: int) -> None:
+async def enqueue_delivery(tx: Tx, delivery: NewDelivery, now: int) -> None:
     """Add a delivery to the outbox, once per key."""
-    where = parcel.destination
+    destination = delivery.destination
     await tx.do(
         SQL.insert,
-        key=parcel.key,
-        kind=parcel.kind,
-        session=parcel.session,
-        session_key=parcel.session_key,
-        destination=where.json_text,
-        place="|".join([where.channel, where.account_id or "", where.to or "", where.thread_id or ""]),
-        body=parcel.body,
-        stats=parcel.stats,
-        entry_run=parcel.entry_run,
-        exchange=parcel.exchange,
-        task=parcel.task,
+        key=delivery.key,
+        kind=delivery.kind,
+        session=delivery.session,
+        session_key=delivery.session_key,
+        destination=destination.json_text,
+        place="|".join(
+            part or ""
+            for part in (destination.channel, destination.account_id, destination.to, destination.thread_id)
+        ),
+        body=delivery.body,
+        stats=delivery.stats,
+        entry_run=delivery.entry_run,
+        exchange=delivery.exchange,
+        task=delivery.task,
         now=now,
     )

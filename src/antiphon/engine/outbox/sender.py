@@ -56,7 +56,7 @@ class DeliveryChannel(Protocol):
 
     keyed: bool
 
-    async def post(self, key: str, where: Destination, text: str) -> str | None:
+    async def post(self, key: str, destination: Destination, text: str) -> str | None:
         """Post a text. Returns the id of the message on the channel, if it has one.
 
         Raises:
@@ -69,88 +69,87 @@ class Outbox(msgspec.Struct):
     store: Store
     bus: EventBus
     clock: Clock
-    door: SessionResolver
+    resolver: SessionResolver
     channels: Mapping[str, DeliveryChannel] = msgspec.field(default_factory=dict[str, DeliveryChannel])
-    _woken: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
-    _under_way: dict[str, asyncio.Task[None]] = msgspec.field(default_factory=dict[str, asyncio.Task[None]])
+    _wake_event: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+    _active: dict[str, asyncio.Task[None]] = msgspec.field(default_factory=dict[str, asyncio.Task[None]])
 
     def wake(self) -> None:
-        self._woken.set()
+        self._wake_event.set()
 
     async def run(self, owner: str) -> None:
         """Send due deliveries until cancelled."""
         try:
             while True:
-                self._woken.clear()
+                self._wake_event.clear()
                 pause = OUTBOX_POLL_SECONDS
                 try:
                     pause = await self._start_due_deliveries(owner)
                 except AntiphonError as error:
                     log.error("%s", error)
-                except Exception:  # any failure: other deliveries must not wait for a restart
-                    log.exception("The outbox failed; it is looked into again in %.0f s", pause)
+                except Exception:  # other deliveries must not wait for a restart
+                    log.exception("Outbox failed; retrying in %.0f s", pause)
                 await self._sleep_until_woken(pause)
         finally:
-            await self._finish_under_way()
+            await self._drain()
 
-    async def _finish_under_way(self) -> None:
+    async def _drain(self) -> None:
         """Give active deliveries time to finish: no other process can know their outcome."""
-        under_way = list(self._under_way.values())
-        if under_way:
-            await asyncio.wait(under_way, timeout=SHUTDOWN_GRACE_SECONDS)
-        for task in under_way:
+        active = list(self._active.values())
+        if active:
+            await asyncio.wait(active, timeout=SHUTDOWN_GRACE_SECONDS)
+        for task in active:
             task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
+        await asyncio.gather(*active, return_exceptions=True)
 
     async def _sleep_until_woken(self, seconds: float) -> None:
         # Not `wait_for`: before Python 3.12 it loses a cancellation that coincides with the event.
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._woken.wait()
+                await self._wake_event.wait()
 
     async def _start_due_deliveries(self, owner: str) -> float:
         """Start due deliveries, one per destination at a time. Returns the seconds until the next one is due."""
-        sending = frozenset(self._under_way)
+        sending = frozenset(self._active)
         if await self.store.read(_list_abandoned, owner, sending, self.clock.now()):
             await self.store.tx(self._settle_abandoned_deliveries, owner, sending, self.clock.now())
         for row in await self.store.read(_list_due, self.clock.now()):
-            if row["place"] not in self._under_way and len(self._under_way) < MAX_CONCURRENT_DELIVERIES:
+            if row["place"] not in self._active and len(self._active) < MAX_CONCURRENT_DELIVERIES:
                 self._start_delivery(row, owner)
-        later = await self.store.read(_load_next_due_time, self.clock.now())
-        return (
-            OUTBOX_POLL_SECONDS
-            if later is None
-            else min(OUTBOX_POLL_SECONDS, max(0.0, (later - self.clock.now()) / 1000))
-        )
+        next_at = await self.store.read(_load_next_due_time, self.clock.now())
+        if next_at is None:
+            return OUTBOX_POLL_SECONDS
+        return min(OUTBOX_POLL_SECONDS, max(0.0, (next_at - self.clock.now()) / 1000))
 
     def _start_delivery(self, row: Row, owner: str) -> None:
         """Start a delivery as its own task, so that a slow destination does not delay others."""
         task = asyncio.create_task(self._deliver(row, owner))
-        self._under_way[row["place"]] = task
+        self._active[row["place"]] = task
         task.add_done_callback(lambda done: self._on_delivery_done(row["place"], done))
 
     def _on_delivery_done(self, place: str, task: asyncio.Task[None]) -> None:
-        del self._under_way[place]
+        del self._active[place]
         if task.cancelled():
             return
         if error := task.exception():
             # No immediate retry, since such a failure usually repeats.
-            log.error("A delivery to %r could not be put on record: %s", place, error, exc_info=error)
+            log.error("Failed to record a delivery to %r: %s", place, error, exc_info=error)
         else:
             self.wake()
 
     async def _deliver(self, row: Row, owner: str) -> None:
         text = sanitize.sanitize_for_people(row["body"], stats=row["stats"], own_key=row["session_key"])
-        where = delivery_rows.decode_destination(row["destination"])
-        channel = self.channels.get(where.channel)
-        if where.channel == WEBCHAT_CHANNEL:
+        destination = delivery_rows.decode_destination(row["destination"])
+        channel = self.channels.get(destination.channel)
+        if destination.channel == WEBCHAT_CHANNEL:
             if await self.store.tx(self._settle_webchat_delivery, row, text, self.clock.now()):
                 self._publish_delivered(row, text)
         elif channel is None:
-            error = f"There is no channel {where.channel!r} here. Set it up, then deliver again."
-            await self._finish_delivery(row, "dead", error=error, sent=False)
+            error = f"There is no channel {destination.channel!r} here. Set it up, then deliver again."
+            await self._record_outcome(row, _DeliveryOutcome("dead", error), row["attempts"])
         elif await self.store.tx(self._claim_delivery, row, text, owner, self.clock.now()):
-            await self._post_to_channel(row, channel, where, text)
+            outcome = await self._post_to_channel(row, channel, destination, text)
+            await self._record_outcome(row, outcome, row["attempts"] + 1)
 
     # --- checks ---
 
@@ -159,14 +158,14 @@ class Outbox(msgspec.Struct):
         session = await tx.one(SESSIONS_SQL.by_id, id=row["session"])
         channel = delivery_rows.decode_destination(row["destination"]).channel
         if session is None and channel == WEBCHAT_CHANNEL:
-            return _DeliveryOutcome("dead", "The session is gone, so nothing can be delivered to it.")
-        if not self.door.can_post(row["session_key"], channel, session):
+            return _DeliveryOutcome("dead", "The session was deleted. There is nowhere to deliver to.")
+        if not self.resolver.can_post(row["session_key"], channel, session):
             return _DeliveryOutcome(
                 "blocked", "send blocked by session policy. Change session.sendPolicy, then deliver again."
             )
         if not text:
             return _DeliveryOutcome(
-                "blocked", "Nothing of it is meant for people. There is nothing to deliver."
+                "blocked", "The text contains nothing for people. There is nothing to deliver."
             )
         return None
 
@@ -185,65 +184,50 @@ class Outbox(msgspec.Struct):
     # --- channels ---
 
     async def _post_to_channel(
-        self, row: Row, channel: DeliveryChannel, where: Destination, text: str
-    ) -> None:
+        self, row: Row, channel: DeliveryChannel, destination: Destination, text: str
+    ) -> _DeliveryOutcome:
         try:
             async with asyncio.timeout(CHANNEL_POST_TIMEOUT_SECONDS):
-                message_id = await channel.post(row["key"], where, text)
+                message_id = await channel.post(row["key"], destination, text)
         except Undeliverable as error:
-            await self._handle_failure(row, str(error), again=not error.final, doubtful=False)
+            return self._build_failure(row, str(error), retryable=not error.final, doubtful=False)
         except Exception as error:  # foreign code: after any error it is unknown whether the text was sent
-            about = {"session_key": row["session_key"]}
             log.warning(
-                "Delivery %r may or may not have been sent: %s", row["key"], error, exc_info=True, extra=about
+                "Delivery %r failed and may have been sent: %s",
+                row["key"],
+                error,
+                exc_info=True,
+                extra={"session_key": row["session_key"]},
             )
-            await self._handle_failure(
-                row, f"{type(error).__name__}: {error}", again=channel.keyed, doubtful=True
+            return self._build_failure(
+                row, f"{type(error).__name__}: {error}", retryable=channel.keyed, doubtful=True
             )
-        else:
-            await self._finish_delivery(row, "delivered", message_id=message_id)
+        return _DeliveryOutcome("delivered", message_id=message_id)
 
-    async def _handle_failure(self, row: Row, error: str, *, again: bool, doubtful: bool) -> None:
+    def _build_failure(self, row: Row, error: str, *, retryable: bool, doubtful: bool) -> _DeliveryOutcome:
         attempts = row["attempts"] + 1
-        if not again or attempts >= MAX_DELIVERY_ATTEMPTS:
+        if not retryable or attempts >= MAX_DELIVERY_ATTEMPTS:
             # If an earlier attempt was doubtful, a definite failure now does not resolve it.
-            state = "ambiguous" if doubtful or row["doubtful"] else "dead"
-            await self._finish_delivery(row, state, error=error)
-            return
+            return _DeliveryOutcome("ambiguous" if doubtful or row["doubtful"] else "dead", error)
         seconds = min(MAX_RETRY_DELAY_SECONDS, 2.0**attempts) * random.uniform(0.5, 1.0)  # noqa: S311
         next_at = self.clock.now() + round(seconds * 1000)
-        await self._finish_delivery(row, "pending", error=error, next_at=next_at, doubtful=doubtful)
+        return _DeliveryOutcome("pending", error, next_at=next_at, doubtful=doubtful)
 
-    async def _finish_delivery(
-        self,
-        row: Row,
-        state: str,
-        *,
-        error: str | None = None,
-        message_id: str | None = None,
-        next_at: int = 0,
-        doubtful: bool = False,
-        sent: bool = True,
-    ) -> None:
-        outcome = _DeliveryOutcome(state, error, message_id, next_at, doubtful)
-        attempts = row["attempts"] + int(sent)
-        if await self._record_outcome(row, outcome, attempts) and state in {"dead", "ambiguous"}:
-            about = {"session_key": row["session_key"]}
-            log.warning("Delivery %r is %s: %s", row["key"], state, error, extra=about)
-
-    async def _record_outcome(self, row: Row, outcome: _DeliveryOutcome, attempts: int) -> bool:
-        """Record an outcome, retrying until the store accepts it.
-
-        False if another process has taken over the delivery meanwhile.
-        """
+    async def _record_outcome(self, row: Row, outcome: _DeliveryOutcome, attempts: int) -> None:
+        """Record an outcome, retrying until the store accepts it or another process has taken over the delivery."""
         while True:
             try:
-                return await self.store.tx(_settle_delivery, row, outcome, self.clock.now(), attempts)
+                recorded = await self.store.tx(_settle_delivery, row, outcome, self.clock.now(), attempts)
             except StoreReplaced:
-                return False  # already logged, and nothing can be written before a restart
+                return  # already logged, and nothing can be written before a restart
             except StoreError as error:
-                log.error("What became of delivery %r cannot be put on record yet: %s", row["key"], error)
+                log.error("Failed to record the outcome of delivery %r; retrying: %s", row["key"], error)
                 await asyncio.sleep(RECORD_RETRY_SECONDS)
+            else:
+                break
+        if recorded and outcome.state in {"dead", "ambiguous"}:
+            fields = {"session_key": row["session_key"]}
+            log.warning("Delivery %r is %s: %s", row["key"], outcome.state, outcome.error, extra=fields)
 
     async def _settle_abandoned_deliveries(self, tx: Tx, owner: str, sending: Set[str], now: int) -> None:
         """Settle deliveries that a dead owner was sending, or that this process has lost track of."""
