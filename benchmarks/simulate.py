@@ -8,7 +8,7 @@ It takes half a minute of one core. Runs arrive at random at any replica and pas
 accepted (a commit), a lane is activated over NATS, claimed by some replica (a commit), ended (a commit), and after
 each commit the events. A replica is one core; its store has eight writers that take several scripts into one
 transaction when many wait; a commit waits for a flush that it shares with others (group commit). The model's time
-occupies nothing but a place, so it is not played: places are counted. What is not modelled: conflicts between
+occupies only a slot, so it is not simulated: slots are counted. What is not modelled: conflicts between
 transactions, a network that is full, and anything that fails.
 """
 
@@ -73,7 +73,7 @@ class Load:
 
     name: str
     model: float
-    """Milliseconds until the model has answered; so long a run holds one of the places of its replica."""
+    """Milliseconds until the model has answered; so long a run holds one of the slots of its replica."""
     pieces: int
     """Of the streamed answer; each is an event."""
     trips_per_transaction: int = 3
@@ -93,7 +93,7 @@ class Size:
     replicas: int
     database_cores: int = 16
     nats_cores: int = 4
-    places: int = 256
+    slots: int = 256
     """Runs that a replica plays at a time: the smaller of `bus.lanes` and `agents.defaults.maxConcurrent`."""
     interest: float = 1.0
     """Of the replicas, how many hear an event. 1 is how it is: every replica listens to every session."""
@@ -340,7 +340,7 @@ def bounds(times: Times, load: Load, size: Size) -> dict[str, float]:
         "replicas": SECOND / (own / size.replicas + hearing(times, load, size)),
         "database": SECOND * max(REST, size.database_cores - chores) / database,
         "NATS": SECOND * size.nats_cores / (times.nats_lane + events * times.nats_message),
-        "places": SECOND * size.replicas * size.places / load.model if load.model else float("inf"),
+        "slots": SECOND * size.replicas * size.slots / load.model if load.model else float("inf"),
     }
 
 
@@ -358,15 +358,15 @@ class Finding:
 
 def explore(times: Times, load: Load, size: Size, runs: int, seed: int) -> Finding:
     """More than there is room for, then half and nine tenths of what came out."""
-    places = bounds(times, load, size)["places"], "places"
-    most, on = min(saturated(times, load, size, runs, seed), places)
+    slots = bounds(times, load, size)["slots"], "slots"
+    most, on = min(saturated(times, load, size, runs, seed), slots)
     half, nearly = (starts(times, load, size, share * most, runs, seed) for share in (0.5, 0.9))
     return Finding(size, most, on, half, nearly)
 
 
 def saturated(times: Times, load: Load, size: Size, runs: int, seed: int) -> tuple[float, str]:
     """What a crowd can be done with. How much that is depends on what is heard, and that on how much is done."""
-    offered = 2 * min(can for what, can in bounds(times, load, size).items() if what != "places")
+    offered = 2 * min(can for what, can in bounds(times, load, size).items() if what != "slots")
 
     def doing(done: float) -> tuple[float, str]:
         cluster = Cluster(times, load, size, offered, seed, done)
@@ -424,7 +424,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--replicas", default="1,3,10,100,1000")
     parser.add_argument("--database-cores", type=int, default=16)
     parser.add_argument("--nats-cores", type=int, default=4)
-    parser.add_argument("--places", type=int, default=256, help="runs that a replica plays at a time")
+    parser.add_argument("--slots", type=int, default=256, help="runs that a replica executes at a time")
     parser.add_argument("--runs", type=int, default=2500, help="simulated for each figure")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args(arguments)
@@ -436,7 +436,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     replicas=number,
                     database_cores=given.database_cores,
                     nats_cores=given.nats_cores,
-                    places=given.places,
+                    slots=given.slots,
                     interest=interest if interest is not None else min(1.0, 1 / max(1, number - 1)),
                 )
                 for number in map(int, given.replicas.split(","))

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Makes the secrets that deploy/compose.yaml hands to its containers. Those that are there are kept.
+# Creates the secrets that deploy/compose.yaml passes to its containers. Existing ones are kept.
 #   deploy/secrets.sh [DIRECTORY]
 set -eu
 directory=${1:-"$(dirname "$0")/secrets"}
 umask 077
 mkdir -p "$directory"
-chmod 700 "$directory" # nobody else on this machine gets past it; within, each container's user may read its files
+chmod 700 "$directory" # closed to other users of this machine; the files in it are readable by each container's user
 
 make() {
   [ -e "$directory/$1" ] || printf '%s' "$2" > "$directory/$1"

@@ -19,8 +19,7 @@ import pytest
 
 from antiphon.engine.outbox import sender
 from antiphon.engine.supervisor import EngineTimings
-from antiphon.gateway import server
-from antiphon.gateway.http import health
+from antiphon.gateway import health, server
 from antiphon.lanes import nats as lanes
 from antiphon.lanes.local import CANCEL_WAIT_SECONDS
 from deploy.manifests import DEPLOY, KUBERNETES, compose, documents, one, resources

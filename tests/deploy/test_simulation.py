@@ -90,7 +90,7 @@ def test_the_same_seed_says_the_same() -> None:
         (INSTANT, sim.Size(replicas=50, database_cores=2, interest=0.02), {}, "database"),
         (INSTANT, sim.Size(replicas=300, nats_cores=1), {}, "NATS"),
         (INSTANT, sim.Size(replicas=20, nats_cores=64), {"gateway_hear": 1.0}, "replicas, by hearing of each other"),
-        (STREAMING, sim.Size(replicas=2), {}, "places"),
+        (STREAMING, sim.Size(replicas=2), {}, "slots"),
     ],
 )  # fmt: skip
 def test_what_is_scarce_is_what_saturates(load: Any, size: Any, changed: dict[str, float], on: str) -> None:
