@@ -5,6 +5,7 @@ Every wait is bounded, and a process that is still there when its test ends is k
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import pty
@@ -13,6 +14,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import pyte
+
 COMMAND = [sys.executable, "-m", "antiphon"]
 BOUND = 60.0  # seconds after which any wait of a test is a failure
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x01|\x02|\r")
+SCREEN_COLUMNS = 250  # wider than what is printed, so that no line is wrapped unless a test asks for it
 
 
 @dataclass(frozen=True)
@@ -120,19 +124,26 @@ class Terminal:
     `expect` reads until something is there.
     """
 
-    def __init__(self, program: Program, arguments: tuple[str, ...]) -> None:
+    def __init__(
+        self, program: Program, arguments: tuple[str, ...], screen_columns: int = SCREEN_COLUMNS
+    ) -> None:
+        environ = {"COLUMNS": "100", "LINES": "40", **program.environ}
         self._master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (int(environ["LINES"]), screen_columns))
         self.process = subprocess.Popen(
             [*program.command, *arguments],
             stdin=slave,
             stdout=slave,
             stderr=slave,
             start_new_session=True,
-            env={"COLUMNS": "100", "LINES": "40", **program.environ},
+            env=environ,
         )
         os.close(slave)
         self.raw = ""
-        self._seen = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._screen = Screen(screen_columns, int(environ["LINES"]))
+        self._seen = (0, "")
+        """The line that the last match ended in, and that line up to there."""
 
     def __enter__(self) -> Self:
         return self
@@ -147,8 +158,15 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """Everything shown so far, without colours."""
-        return _ESCAPES.sub("", self.raw)
+        """Everything on the screen and scrolled out of it."""
+        return "\n".join(self._screen.lines)
+
+    @property
+    def _unseen(self) -> str:
+        """What follows the last match; if something else is there by now, what stands in its place."""
+        number, before = self._seen
+        first, *rest = self._screen.lines[number:] or [""]
+        return "\n".join([first.removeprefix(before), *rest])
 
     def type(self, line: str) -> None:
         os.write(self._master, f"{line}\n".encode())
@@ -162,18 +180,22 @@ class Terminal:
     def expect(self, pattern: str) -> re.Match[str]:
         """Until what has been shown since the last match contains the pattern."""
         until = time.monotonic() + BOUND
-        while not (found := re.compile(pattern).search(self.text, self._seen)):
+        while not (found := re.compile(pattern).search(self._unseen)):
             left = until - time.monotonic()
-            assert left > 0, f"{pattern!r} was not shown in:\n{self.text[self._seen :]}"
-            assert self._more(left), f"the process ended without {pattern!r}:\n{self.text[self._seen :]}"
-        self._seen = found.end()
+            assert left > 0, f"{pattern!r} was not shown in:\n{self._unseen}"
+            assert self._more(left), f"the process ended without {pattern!r}:\n{self._unseen}"
+        number, before = self._seen
+        *passed, last = found.string[: found.end()].split("\n")
+        if not passed and self._screen.lines[number].startswith(before):
+            last = before + last
+        self._seen = (number + len(passed), last)
         return found
 
     def ended(self, seconds: float = BOUND) -> int:
         """Read to the end; the exit code."""
         until = time.monotonic() + seconds
         while self._more(max(0.0, until - time.monotonic())):
-            assert time.monotonic() < until, f"the process has not ended after:\n{self.text[self._seen :]}"
+            assert time.monotonic() < until, f"the process has not ended after:\n{self._unseen}"
         return self.process.wait(BOUND)
 
     def _more(self, seconds: float) -> bool:
@@ -183,5 +205,32 @@ class Terminal:
             chunk = os.read(self._master, 65536)
         except OSError:  # how Linux says that the other side is closed
             return False
-        self.raw += chunk.decode(errors="replace")
+        text = self._decoder.decode(chunk)
+        self.raw += text
+        self._screen.feed(text)
         return bool(chunk)
+
+
+class Screen:
+    """What a terminal shows after some output, as a person would see it."""
+
+    def __init__(self, columns: int, rows: int) -> None:
+        self._screen: Any = pyte.HistoryScreen(columns, rows, history=100_000)
+        self._stream: Any = pyte.Stream(self._screen)
+
+    def feed(self, text: str) -> None:
+        self._stream.feed(text)
+
+    @property
+    def lines(self) -> list[str]:
+        """All lines to the cursor or to the last one that is not empty; the cursor's as far as the cursor at least."""
+        screen = self._screen
+        rows = [*screen.history.top, *(screen.buffer[y] for y in range(screen.lines))]
+        lines: list[str] = [
+            "".join(row[x].data for x in range(max(row, default=-1) + 1)).rstrip() for row in rows
+        ]
+        cursor_line = len(screen.history.top) + screen.cursor.y
+        lines[cursor_line] = lines[cursor_line].ljust(screen.cursor.x)
+        while len(lines) > cursor_line + 1 and not lines[-1]:
+            del lines[-1]
+        return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -11,8 +12,8 @@ import pytest
 
 from antiphon.app import open_app_operations
 from antiphon.cli._backend import LocalBackend
-from antiphon.cli.chat.controller import ChatController
-from antiphon.cli.chat.line_reader import LineReader
+from antiphon.cli.chat.controller import PROMPT_LABEL, ChatController
+from antiphon.cli.chat.prompt import ChatPrompt
 from antiphon.cli.chat.renderer import ChatRenderer
 from antiphon.config import Config
 from antiphon.operations import IncomingMessage, Operations
@@ -23,21 +24,27 @@ pytestmark = [pytest.mark.anyio, pytest.mark.requirement("R")]
 
 
 class Typist:
-    """A keyboard, and what is seen above it."""
-
-    interactive = True
+    """A prompt, and what is seen above it."""
 
     def __init__(self) -> None:
         self.lines: asyncio.Queue[str | None] = asyncio.Queue()
         self.seen: asyncio.Queue[str] = asyncio.Queue()
-        self.prompts = 0
+        self.labels: list[str] = []
+        self.get_label: Callable[[], str] = str
+        self.on_interrupt: Callable[[], None] | None = None
+        self.commands: Mapping[str, str] = {}
 
-    async def read_line(self, prompt: str | None = None) -> str | None:
-        self.prompts += prompt is not None
+    async def read_line(self) -> str | None:
+        self.refresh()
         return await self.lines.get()
 
-    def print_above_prompt(self, text: str) -> None:
+    def refresh(self) -> None:
+        if (label := self.get_label()) and label not in self.labels[-1:]:
+            self.labels.append(label)
+
+    def print_above(self, text: str) -> None:
         self.seen.put_nowait(text)
+        self.labels.append(text)
 
     async def sees(self, words: str) -> None:
         async with asyncio.timeout(BOUND):
@@ -64,29 +71,30 @@ class Slow(LocalBackend):
 class Hasty(LocalBackend):
     """Hears of the end of the first answer at the very moment at which somebody types the next line."""
 
-    def __init__(self, operations: Operations, screen: ChatRenderer, typist: Typist) -> None:
+    def __init__(self, operations: Operations, renderer: ChatRenderer, typist: Typist) -> None:
         super().__init__(operations)
-        self._screen, self._typist, self._next = screen, typist, "say two"
+        self._renderer, self._typist, self._next = renderer, typist, "say two"
 
     async def wait(self, run_id: str, timeout: float) -> RunView:
         view = await super().wait(run_id, timeout)
-        assert await self._screen.wait_until_shown(run_id, BOUND)
+        assert await self._renderer.wait_until_shown(run_id, BOUND)
         if self._next:
             self._typist.lines.put_nowait(self._next)
             self._next = ""
+            await asyncio.sleep(0)  # the line is read
         return view
 
 
 async def test_no_prompt_comes_between_a_line_and_its_answer(tmp_path: Path) -> None:
     async with asyncio.timeout(2 * BOUND), open_app_operations(Config(), tmp_path / "state") as operations:
-        typist, screen = Typist(), ChatRenderer("conversation")
-        desk = Hasty(operations, screen, typist)
-        key = (await desk.open("main")).key
-        conversation = ChatController(desk, key, screen, gateway=None, keyboard=cast("LineReader", typist))
-        attending = asyncio.create_task(conversation.run(conversation.read_messages()))
+        typist, renderer = Typist(), ChatRenderer("conversation")
+        backend = Hasty(operations, renderer, typist)
+        key = (await backend.open("main")).key
+        chat = ChatController(backend, key, renderer, gateway=None, prompt=cast("ChatPrompt", typist))
+        attending = asyncio.create_task(chat.run(chat.read_messages()))
         typist.lines.put_nowait("say one")
         await typist.sees("two")
-        assert typist.prompts == 1
+        assert typist.labels.count(PROMPT_LABEL) == 1
         typist.lines.put_nowait(None)
         await attending
 
@@ -94,20 +102,20 @@ async def test_no_prompt_comes_between_a_line_and_its_answer(tmp_path: Path) -> 
 @pytest.mark.requirement("G16")
 async def test_what_is_stopped_before_it_is_accepted_is_not_answered(tmp_path: Path) -> None:
     async with asyncio.timeout(2 * BOUND), open_app_operations(Config(), tmp_path / "state") as operations:
-        desk, typist = Slow(operations), Typist()
-        key = (await desk.open("main")).key
-        conversation = ChatController(
-            desk, key, ChatRenderer("conversation"), gateway=None, keyboard=cast("LineReader", typist)
+        backend, typist = Slow(operations), Typist()
+        key = (await backend.open("main")).key
+        chat = ChatController(
+            backend, key, ChatRenderer("conversation"), gateway=None, prompt=cast("ChatPrompt", typist)
         )
-        attending = asyncio.create_task(conversation.run(conversation.read_messages()))
+        attending = asyncio.create_task(chat.run(chat.read_messages()))
         typist.lines.put_nowait("slow 600 a b c")
-        await desk.asked.wait()
+        await backend.asked.wait()
         signal.raise_signal(signal.SIGINT)
         await typist.sees("The answer is stopped as soon as it begins. Ctrl-C again, or Ctrl-D, leaves.")
-        desk.go.set()
+        backend.go.set()
         await typist.sees("was stopped")
-        assert desk.sent is not None
-        assert (await desk.wait(desk.sent, BOUND)).state == "cancelled"
+        assert backend.sent is not None
+        assert (await backend.wait(backend.sent, BOUND)).state == "cancelled"
         typist.lines.put_nowait("say wanted")
         await typist.sees("wanted")
         typist.lines.put_nowait(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -32,55 +33,55 @@ REHEARSAL_MODEL_REF = "rehearsal/rehearsal"
 @common_options
 @click.pass_obj
 def command(settings: Settings, agent: str | None, key: str | None, messages: Sequence[str]) -> int:
-    from antiphon.cli.chat.line_reader import is_interactive
     from antiphon.event_loop import run
 
-    person = is_interactive() and not messages
-    if settings.json and person:
+    interactive = sys.stdin.isatty() and sys.stdout.isatty() and not messages
+    if settings.json and interactive:
         raise click.UsageError("--json is for scripts: add --message, or pipe messages in.")
-    return run(_run_chat(settings, get_session_reference(agent, key), messages, person=person))
+    return run(_run_chat(settings, get_session_reference(agent, key), messages, interactive=interactive))
 
 
-async def _run_chat(settings: Settings, reference: str, messages: Sequence[str], *, person: bool) -> int:
+async def _run_chat(settings: Settings, reference: str, messages: Sequence[str], *, interactive: bool) -> int:
     from antiphon.cli._backend import open_backend_for_messages
     from antiphon.cli.chat.controller import ChatController
     from antiphon.cli.chat.line_reader import LineReader
     from antiphon.cli.chat.renderer import ChatRenderer
 
-    screen = ChatRenderer("silent" if settings.json else "conversation" if person else "answers")
-    async with open_backend_for_messages(settings, screen.print_note) as (desk, gateway):
-        view = await desk.open(reference)
-        screen.speaker = view.agent_id or screen.speaker
-        if person:
-            await _print_greeting(settings, desk, gateway, view)
-        with LineReader(interactive=person) as keyboard:
-            conversation = ChatController(
-                desk,
-                view.key,
-                screen,
-                gateway=gateway,
-                keyboard=None if messages else keyboard,
-                on_end=_print_run_json if settings.json else None,
-            )
-            await conversation.run(_run_conversation(conversation, messages, person=person))
-    return 0 if person else _get_exit_code(conversation)
+    renderer = ChatRenderer("silent" if settings.json else "conversation" if interactive else "answers")
+    async with open_backend_for_messages(settings, renderer.print_note) as (backend, gateway):
+        view = await backend.open(reference)
+        renderer.speaker = view.agent_id or renderer.speaker
+        if interactive:
+            from antiphon.cli.chat.prompt import HISTORY_FILE_NAME, ChatPrompt
+
+            await _print_greeting(settings, backend, gateway, view)
+            with ChatPrompt(settings.paths.state_dir / HISTORY_FILE_NAME) as prompt:
+                chat = ChatController(backend, view.key, renderer, gateway=gateway, prompt=prompt)
+                await chat.run(_resume_and_read(chat))
+            return 0
+        chat = ChatController(
+            backend,
+            view.key,
+            renderer,
+            gateway=gateway,
+            pipe=None if messages else LineReader(),
+            on_end=_print_run_json if settings.json else None,
+        )
+        await chat.run(chat.send_messages(messages) if messages else chat.read_messages())
+    return _get_exit_code(chat)
 
 
-async def _run_conversation(conversation: ChatController, messages: Sequence[str], *, person: bool) -> None:
-    if person:
-        await conversation.resume_unfinished_runs()
-    if messages:
-        await conversation.send_messages(messages)
-    else:
-        await conversation.read_messages()
+async def _resume_and_read(chat: ChatController) -> None:
+    await chat.resume_unfinished_runs()
+    await chat.read_messages()
 
 
-def _get_exit_code(conversation: ChatController) -> int:
-    if conversation.interrupted:
+def _get_exit_code(chat: ChatController) -> int:
+    if chat.interrupted:
         return INTERRUPTED_EXIT_CODE
-    if conversation.provider_failed:
+    if chat.provider_failed:
         return ProviderError.exit_code
-    return 1 if conversation.failed else 0
+    return 1 if chat.failed else 0
 
 
 def _print_run_json(view: RunView) -> None:
@@ -88,13 +89,13 @@ def _print_run_json(view: RunView) -> None:
 
 
 async def _print_greeting(
-    settings: Settings, desk: Backend, gateway: Client | None, view: SessionView
+    settings: Settings, backend: Backend, gateway: Client | None, view: SessionView
 ) -> None:
     from antiphon import __version__
     from antiphon.filters import HistoryFilter
 
     model = await _fetch_gateway_model(gateway, view) if gateway else _describe_local_model(settings, view)
-    page = await desk.history(view.key, HistoryFilter(limit=1))
+    page = await backend.history(view.key, HistoryFilter(limit=1))
     who = f"agent {_output.bold(_output.clean_line(view.agent_id or 'agent'))} · {_output.clean_line(model)}"
     where = f" · gateway {gateway.site.url}" if gateway else ""
     click.echo(f"{_output.bold('antiphon')} {__version__} · {who}{where}")
@@ -102,9 +103,10 @@ async def _print_greeting(
     click.echo(_output.dim(f"session {_output.clean_line(view.key)} · {so_far}"))
     if model == REHEARSAL_MODEL_REF:
         click.echo(
-            "No model provider is configured, so the built-in rehearsal model answers: it does what a line\n"
-            "such as `say hello` tells it to. To talk with a real one, put it under `models.providers` in\n"
-            f"{str(settings.paths.config)!r}; `antiphon config check` says whether it can be used."
+            "No model provider is configured, so the built-in rehearsal model answers: it\n"
+            "follows instructions such as `say hello`. To use a real model, add it under\n"
+            f"`models.providers` in {str(settings.paths.config)!r},\n"
+            "then run `antiphon config check`."
         )
     click.echo(_output.dim("/help lists the commands, /quit leaves."))
 

@@ -124,28 +124,28 @@ def _shorten_name(key: str, labels: Mapping[str, str]) -> str:
     return labels.get(key) or shorten_session_key(key)
 
 
-async def look_up_speakers(desk: Backend, items: Iterable[TranscriptItem], known: KnownSpeakers) -> None:
+async def look_up_speakers(backend: Backend, items: Iterable[TranscriptItem], known: KnownSpeakers) -> None:
     """Look up the speakers of these entries; a session that no longer exists is shown by its key."""
     for item in items:
         given = get_provenance(item)
         if given.get("kind") == REPORT_KIND:
             key = str(given.get("sourceSessionKey"))
             if key not in known.labels:
-                known.labels[key] = await _load_label(desk, key)
+                known.labels[key] = await _load_label(backend, key)
         exchange_id, turn = _get_exchange_turn(item)
         if (turn or given.get("exchangeId")) and exchange_id not in known.exchanges:
-            known.exchanges[exchange_id] = await _load_exchange(desk, exchange_id)
+            known.exchanges[exchange_id] = await _load_exchange(backend, exchange_id)
 
 
-async def _load_label(desk: Backend, key: str) -> str:
+async def _load_label(backend: Backend, key: str) -> str:
     try:
-        return (await desk.describe(key)).label or key
+        return (await backend.describe(key)).label or key
     except AntiphonError:
         return key
 
 
-async def _load_exchange(desk: Backend, exchange_id: str) -> ExchangeView | None:
+async def _load_exchange(backend: Backend, exchange_id: str) -> ExchangeView | None:
     try:
-        return (await desk.exchange(exchange_id)).exchange
+        return (await backend.exchange(exchange_id)).exchange
     except AntiphonError:  # also raised for a token that may read only some sessions
         return None
