@@ -229,7 +229,7 @@ class Screen:
         lines: list[str] = [
             "".join(row[x].data for x in range(max(row, default=-1) + 1)).rstrip() for row in rows
         ]
-        cursor_line = len(screen.history.top) + screen.cursor.y
+        cursor_line: int = len(screen.history.top) + screen.cursor.y
         lines[cursor_line] = lines[cursor_line].ljust(screen.cursor.x)
         while len(lines) > cursor_line + 1 and not lines[-1]:
             del lines[-1]

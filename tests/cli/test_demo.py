@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from antiphon.bus import Delivered, Event, MessageAppended, RunChanged
-from antiphon.cli._demo_diagram import (
+from antiphon.cli._move_diagram import (
     ASCII_CHARACTERS,
     MIN_DIAGRAM_COLUMNS,
     UNICODE_CHARACTERS,
-    DiagramStep,
-    DiagramStepBuilder,
     make_diagram,
 )
+from antiphon.cli._moves import Move, MoveBuilder
 from antiphon.messages import (
     AssistantMessage,
     Message,
@@ -208,7 +207,7 @@ def test_it_takes_no_directory_of_anybody_else(program: Program) -> None:
 
 def test_no_other_command_pays_for_it(program: Program) -> None:
     assert imported(program, "sessions", "list").isdisjoint(
-        {"antiphon.cli.demo", "antiphon.cli._demo_diagram"}
+        {"antiphon.cli.demo", "antiphon.cli._move_diagram"}
     )
 
 
@@ -217,8 +216,8 @@ def test_no_other_command_pays_for_it(program: Program) -> None:
 PARENT, CHILD = "agent:main:main", "agent:main:subagent:1"
 
 
-def narrator() -> DiagramStepBuilder:
-    return DiagramStepBuilder({PARENT: "main", "agent:helper:main": "helper"}, "you")
+def narrator() -> MoveBuilder:
+    return MoveBuilder({PARENT: "main", "agent:helper:main": "helper"}, "you")
 
 
 def entry(key: str, message: Message, run_id: str | None = "r") -> MessageAppended:
@@ -231,7 +230,7 @@ def said(text: str, provenance: Provenance | None = None) -> AssistantMessage:
     return AssistantMessage(content=[TextBlock(text=text)], timestamp=1, provenance=provenance)
 
 
-def hear(one: DiagramStepBuilder, *events: Event) -> list[DiagramStep]:
+def hear(one: MoveBuilder, *events: Event) -> list[Move]:
     return [move for event in events for move in one.process_event(event)]
 
 
@@ -250,8 +249,8 @@ def test_a_child_is_not_heard_before_it_was_spawned() -> None:
     asked = entry(PARENT, AssistantMessage(content=[call], timestamp=1))
     assert hear(one, asked, entry(CHILD, task, "child"), entry(CHILD, said("seen"), "child")) == []
     assert hear(one, entry(PARENT, returned)) == [
-        DiagramStep("main", "scout", "sessions_spawn", "look", spoken=True),
-        DiagramStep("scout", None, "result", "seen", spoken=True),
+        Move("main", "scout", "sessions_spawn", "look", spoken=True),
+        Move("scout", None, "result", "seen", spoken=True),
     ]
 
 
@@ -261,20 +260,20 @@ def test_a_delivery_is_told_after_the_words_it_delivers() -> None:
     posted = Delivered(session_key=PARENT, key="k", run_id="note:1", kind="task", text=text)
     report = Provenance(kind="subagent_result", source_session_key="agent:helper:main")
     assert hear(one, posted) == []
-    assert one.over == set()
+    assert one.finished == set()
     assert hear(one, entry(PARENT, said(text, report), None)) == [
-        DiagramStep("helper", "main", "report", "Status: ok", spoken=True),
-        DiagramStep("main", "you", "delivered to main's chat", "Status: ok", spoken=True),
+        Move("helper", "main", "report", "Status: ok", spoken=True),
+        Move("main", "you", "delivered to main's chat", "Status: ok", spoken=True),
     ]
-    assert one.over == {"task"}
+    assert one.finished == {"task"}
 
 
 def test_only_a_turn_that_ended_is_over() -> None:
     one = narrator()
     woken = UserMessage(content="", timestamp=1, provenance=Provenance(kind="wake"))
     running = RunChanged(session_key=PARENT, run_id="r", state="running")
-    assert [move.label for move in hear(one, entry(PARENT, woken), running)] == ["woken"]
-    assert one.over == set()
+    assert [move.kind for move in hear(one, entry(PARENT, woken), running)] == ["woken"]
+    assert one.finished == set()
 
 
 # --- drawing ---
@@ -283,11 +282,10 @@ def test_only_a_turn_that_ended_is_over() -> None:
 @pytest.mark.parametrize("width", [20, MIN_DIAGRAM_COLUMNS - 1, MIN_DIAGRAM_COLUMNS, 80, 200])
 def test_nothing_is_wider_than_its_place(width: int) -> None:
     drawn = make_diagram(["you", "main"], width, ASCII_CHARACTERS)
-    move = DiagramStep("main", "you", "a label", "words \x1b[31m and “others” " * 20, spoken=True)
+    move = Move("main", "you", "a label", "words \x1b[31m and “others” " * 20, spoken=True)
     lines = [
         *drawn.draw_title("A title"),
-        *drawn.draw(move),
-        *drawn.draw(move._replace(target="somebody else")),
+        *drawn.draw([move, move._replace(target="somebody else")]),
     ]
     assert max(map(len, lines)) <= width
     assert all(line.isascii() and line.isprintable() for line in lines)
@@ -296,7 +294,14 @@ def test_nothing_is_wider_than_its_place(width: int) -> None:
 def test_who_comes_later_gets_a_column() -> None:
     drawn = make_diagram(["you", "main"], 80, UNICODE_CHARACTERS)
     drawn.draw_title("")
-    assert drawn.draw(DiagramStep("you", "scout", "", "go", spoken=True)) == [
+    assert drawn.draw([Move("you", "scout", "", "go", spoken=True)]) == [
         "   │        │      scout",
         "   ├────────┼───────►│             “go”",
     ]
+
+
+def test_who_gets_no_column_is_named_beside_the_others() -> None:
+    drawn = make_diagram(["you", "main", "helper", "scout"], 80, ASCII_CHARACTERS)
+    drawn.draw_title("")
+    [line] = drawn.draw([Move("late", "main", "reply", "here", spoken=True, time_ms=0)])
+    assert re.fullmatch(r' +\|( +\|){3} +\d\d:\d\d:\d\d late -> main: reply "here"', line)

@@ -24,14 +24,13 @@ import msgspec
 
 from antiphon.bus import ALL_SESSIONS_TOPIC, Event, Gap, Listener, MessageAppended, RunChanged, ToolPhase
 from antiphon.cli import _output
-from antiphon.cli._demo_diagram import (
+from antiphon.cli._move_diagram import (
     ASCII_CHARACTERS,
     MAX_DIAGRAM_COLUMNS,
     UNICODE_CHARACTERS,
-    DiagramStep,
-    DiagramStepBuilder,
     make_diagram,
 )
+from antiphon.cli._moves import Move, MoveBuilder
 from antiphon.cli._options import Settings, common_options
 from antiphon.cli._param_types import FiniteNumberParam
 from antiphon.errors import AntiphonError
@@ -51,15 +50,15 @@ DEMO_CONFIG = {
 }
 
 INTRODUCTION_TEXT = (
-    "Two agents, main and helper, in a house of their own; you write to main. The built-in rehearsal model plays them "
-    "all, with no key and no network. It understands nothing, so each message also carries the lines to come; those "
-    "are left out below (--json has them). The sessions, tools, turns and deliveries are real."
+    "Two agents, main and helper; you write to main. The built-in rehearsal model answers for both, without a key or "
+    "a network. It understands nothing, so each message also carries the answers to come; they are left out below "
+    "(--json has them). The sessions, tools, turns and deliveries are real."
 )
 NEXT_STEPS = (
     ("antiphon up", "run the gateway, for yourself and your agents"),
     ("antiphon chat", "talk with an agent, in another terminal"),
     ("docs/tools.md", "what agents can do with each other's sessions"),
-    ("docs/configuration.md", "how to let a real model answer"),
+    ("docs/configuration.md", "how to use a real model"),
 )
 
 # The rehearsal model obeys instructions in a message, and each answer passes on the instructions for the next.
@@ -103,35 +102,35 @@ DEMO_SCENES = (
 
 
 @click.command(
-    help="Watch two agents and a sub-agent talk. It needs no model, no key and no gateway: the rehearsal model "
-    "answers, in a state directory that is made for this and removed afterwards."
+    help="Watch two agents and a sub-agent work together. Needs no model, key or gateway: the rehearsal model "
+    "answers, in a temporary state directory that is removed afterwards."
 )
-@click.option("--fast", is_flag=True, help="Do not wait for anybody to read along.")
+@click.option("--fast", is_flag=True, help="Do not pause between moves.")
 @click.option(
     "--pace",
     type=FiniteNumberParam("seconds", 0, MAX_PACE_SECONDS),
     metavar="SECONDS",
-    help=f"Wait so long after each move; default: {DEFAULT_PACE_SECONDS:g} on a terminal, else 0.",
+    help=f"Pause after each move; default: {DEFAULT_PACE_SECONDS:g} on a terminal, else 0.",
 )
-@click.option("--keep", is_flag=True, help="Keep the state directory, and say where it is.")
+@click.option("--keep", is_flag=True, help="Keep the state directory and print its path.")
 @common_options
 @click.pass_obj
 def command(settings: Settings, fast: bool, pace: float | None, keep: bool) -> int:
     from antiphon.event_loop import run
 
     if settings.state_dir or settings.config:
-        raise click.UsageError("The demo makes its own state directory: leave --state-dir and --config out.")
+        raise click.UsageError("The demo uses a temporary state directory. Remove --state-dir and --config.")
     if pace is None:
         pace = DEFAULT_PACE_SECONDS if sys.stdout.isatty() else 0.0
-    show = _JsonPresenter() if settings.json else _DiagramPresenter(0.0 if fast else pace)
-    return run(_run_demo(show, debug=settings.debug, keep=keep))
+    presenter = _JsonPresenter() if settings.json else _DiagramPresenter(0.0 if fast else pace)
+    return run(_run_demo(presenter, debug=settings.debug, keep=keep))
 
 
-async def _run_demo(show: _JsonPresenter | _DiagramPresenter, *, debug: bool, keep: bool) -> int:
+async def _run_demo(presenter: _JsonPresenter | _DiagramPresenter, *, debug: bool, keep: bool) -> int:
     with _cancel_on_signal() as stopped:
         try:
-            with _make_state_dir(keep=keep) as place:
-                await _play_scenes(show, place, debug=debug, keep=keep)
+            with _make_state_dir(keep=keep) as state_dir:
+                await _play_scenes(presenter, state_dir, debug=debug, keep=keep)
         except asyncio.CancelledError:
             if not stopped:
                 raise
@@ -166,50 +165,50 @@ def _cancel_on_signal() -> Generator[list[int]]:
 def _make_state_dir(*, keep: bool) -> Generator[Path]:
     from tempfile import mkdtemp
 
-    place = Path(mkdtemp(prefix="antiphon-demo-"))
+    state_dir = Path(mkdtemp(prefix="antiphon-demo-"))
     try:
         # Written to a file, so that a gateway started there later hosts the same agents.
-        (place / "config.json5").write_text(dumps(DEMO_CONFIG, indent=2) + "\n", "utf-8")
-        yield place
+        (state_dir / "config.json5").write_text(dumps(DEMO_CONFIG, indent=2) + "\n", "utf-8")
+        yield state_dir
     finally:
         if not keep:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(state_dir, ignore_errors=True)
 
 
 @asynccontextmanager
-async def _open_demo_app(place: Path, *, debug: bool) -> AsyncGenerator[tuple[App, Listener]]:
+async def _open_demo_app(state_dir: Path, *, debug: bool) -> AsyncGenerator[tuple[App, Listener]]:
     """Open the app, with a listener for all its events."""
     from antiphon.app import open_app
     from antiphon.cli._logging import configure_logging
     from antiphon.config import load
 
-    configure_logging(place, debug=debug)
-    config = load(place / "config.json5").config
-    async with open_app(config, place) as opened, opened.bus.listen(ALL_SESSIONS_TOPIC) as listener:
-        yield opened, listener
+    configure_logging(state_dir, debug=debug)
+    config = load(state_dir / "config.json5").config
+    async with open_app(config, state_dir) as app, app.bus.listen(ALL_SESSIONS_TOPIC) as listener:
+        yield app, listener
 
 
 async def _play_scenes(
-    show: _JsonPresenter | _DiagramPresenter, place: Path, *, debug: bool, keep: bool
+    presenter: _JsonPresenter | _DiagramPresenter, state_dir: Path, *, debug: bool, keep: bool
 ) -> None:
     from antiphon.access import Caller
     from antiphon.operations import IncomingMessage
 
     start = time.monotonic()
     operator = Caller.operator()
-    narrator = DiagramStepBuilder(NAMES_BY_SESSION_KEY, PERSON_NAME, _strip_script_lines)
-    async with _open_demo_app(place, debug=debug) as (opened, listener):
-        await opened.operations.open(operator, HELPER_SESSION_KEY)
-        for act in DEMO_SCENES:
-            await show.begin_scene(act.title)
-            await opened.operations.submit(
-                operator, IncomingMessage(session=MAIN_SESSION_KEY, content=act.message)
+    builder = MoveBuilder(NAMES_BY_SESSION_KEY, PERSON_NAME, _strip_script_lines)
+    async with _open_demo_app(state_dir, debug=debug) as (app, listener):
+        await app.operations.open(operator, HELPER_SESSION_KEY)
+        for scene in DEMO_SCENES:
+            await presenter.begin_scene(scene.title)
+            await app.operations.submit(
+                operator, IncomingMessage(session=MAIN_SESSION_KEY, content=scene.message)
             )
-            while not act.ends <= narrator.over:
+            while not scene.ends <= builder.finished:
                 event = _check_event(await listener.get(EVENT_TIMEOUT_SECONDS))
-                await show.show_event(event, narrator.process_event(event))
-        summary = await _build_summary(opened, narrator, time.monotonic() - start)
-    show.show_summary(summary, place if keep else None)
+                await presenter.show_event(event, builder.process_event(event))
+        summary = await _build_summary(app, builder, time.monotonic() - start)
+    presenter.show_summary(summary, state_dir if keep else None)
 
 
 def _strip_script_lines(text: str) -> str:
@@ -221,7 +220,7 @@ def _check_event(event: Event | None) -> Event:
     """Return the event; raise if it means that the demo has failed."""
     match event:
         case None | Gap():
-            raise _make_demo_error("nothing more was heard of the agents")
+            raise _make_demo_error("no more events arrived")
         case RunChanged(state=state) if state not in {"queued", "running", "ok"}:
             raise _make_demo_error(f"a run ended as {state!r}")
         case ToolPhase(is_error=True, name=name):
@@ -231,9 +230,7 @@ def _check_event(event: Event | None) -> Event:
 
 
 def _make_demo_error(what: str) -> AntiphonError:
-    return AntiphonError(
-        f"The demo did not get to its end: {what}.", "Run it again with --debug and --keep to see why."
-    )
+    return AntiphonError(f"The demo failed: {what}.", "Run it again with --debug and --keep to see why.")
 
 
 # --- summary ---
@@ -250,7 +247,7 @@ class ParticipantSummary(msgspec.Struct, frozen=True, kw_only=True, rename="came
 
 
 class DemoSummary(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    voices: list[ParticipantSummary]
+    participants: list[ParticipantSummary] = msgspec.field(name="voices")
     turns: int
     """Turns of the exchange after the first reply."""
     deliveries: dict[str, int]
@@ -260,17 +257,17 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     seconds: float
 
 
-async def _build_summary(opened: App, narrator: DiagramStepBuilder, seconds: float) -> DemoSummary:
+async def _build_summary(app: App, builder: MoveBuilder, seconds: float) -> DemoSummary:
     """Build the summary from the events and from the store, which must agree that everything has ended."""
     from antiphon.access import Caller
 
     operator = Caller.operator()
-    page = await opened.operations.list_deliveries(operator)
-    tasks = await opened.operations.list_subagents(operator, MAIN_SESSION_KEY)
+    page = await app.operations.list_deliveries(operator)
+    tasks = await app.operations.list_subagents(operator, MAIN_SESSION_KEY)
     if set(page.standing) != {"delivered"} or any(task.phase != "settled" for task in tasks):
-        raise _make_demo_error("something is still on its way")
+        raise _make_demo_error("a delivery or a sub-agent has not finished")
     return DemoSummary(
-        voices=[
+        participants=[
             ParticipantSummary(
                 name=name,
                 runs=tally.runs,
@@ -278,9 +275,9 @@ async def _build_summary(opened: App, narrator: DiagramStepBuilder, seconds: flo
                 tokens_in=tally.tokens_in,
                 tokens_out=tally.tokens_out,
             )
-            for name, tally in narrator.tallies.items()
+            for name, tally in builder.tallies.items()
         ],
-        turns=sum(narrator.turns.values()),
+        turns=sum(builder.turns.values()),
         deliveries=page.standing,
         tasks={task.label or task.child_session_key: task.status for task in tasks},
         seconds=round(seconds, 3),
@@ -296,7 +293,7 @@ class _JsonPresenter:
     async def begin_scene(self, title: str) -> None:
         """Print nothing: a scene is not an event."""
 
-    async def show_event(self, event: Event, moves: Sequence[DiagramStep]) -> None:
+    async def show_event(self, event: Event, moves: Sequence[Move]) -> None:
         plain: dict[str, Any] = msgspec.to_builtins(event)
         if isinstance(event, MessageAppended):
             plain["body"] = msgspec.json.decode(event.body)
@@ -316,7 +313,7 @@ class _DiagramPresenter:
         self._pace = pace
         self._waited = 0.0
         self._width = min(shutil.get_terminal_size().columns, MAX_DIAGRAM_COLUMNS)
-        self._score = make_diagram(
+        self._diagram = make_diagram(
             [PERSON_NAME, *NAMES_BY_SESSION_KEY.values()],
             self._width,
             UNICODE_CHARACTERS if _can_print_unicode() else ASCII_CHARACTERS,
@@ -325,17 +322,17 @@ class _DiagramPresenter:
         click.echo()
 
     async def begin_scene(self, title: str) -> None:
-        await self._print_lines(self._score.draw_title(title))
+        await self._print_lines(self._diagram.draw_title(title))
 
-    async def show_event(self, event: Event, moves: Sequence[DiagramStep]) -> None:
+    async def show_event(self, event: Event, moves: Sequence[Move]) -> None:
         for move in moves:
-            await self._print_lines(self._score.draw(move))
+            await self._print_lines(self._diagram.draw([move]))
 
     def show_summary(self, summary: DemoSummary, kept: Path | None) -> None:
         click.echo()
         rows = [
             [part.name, str(part.runs), str(part.messages), str(part.tokens_in), str(part.tokens_out)]
-            for part in summary.voices
+            for part in summary.participants
         ]
         _output.print_table(("who", "runs", "messages", "tokens read", "written"), rows)
         click.echo()
