@@ -1,4 +1,4 @@
-"""What every test shares."""
+"""Fixtures and hooks for all tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from antiphon import app, state_access
 from cluster.database import Postgres
 from support import databases
 
-BOTH = (
+DUAL_DATABASE_PATHS = (
     "chaos/",
     "engine/",
     "gateway/",
@@ -31,15 +31,15 @@ BOTH = (
     "test_transfers.py",
     "tools/",
 )
-"""Tests that run on both databases, but for those that say otherwise (`sqlite_only`)."""
+"""Tests that run on both databases, except those marked `sqlite_only`."""
 
-EXAMPLES = "_hypothesis_internal_use_settings"  # where Hypothesis keeps what `@settings` said
+SETTINGS_ATTRIBUTE = "_hypothesis_internal_use_settings"  # where Hypothesis stores `@settings`
 
-NEITHER = ("engine/test_attachments.py", "gateway/test_auth.py", "gateway/test_tokens.py")
-"""Of those, the ones that have a directory and no store in it."""
+STORELESS_PATHS = ("engine/test_attachments.py", "gateway/test_auth.py", "gateway/test_tokens.py")
+"""Of those, tests with a directory but no store."""
 
-SHARE = 5
-"""Of the examples of Hypothesis: each makes a database, and what a statement means does not depend on their number."""
+EXAMPLES_DIVISOR = 5
+"""Hypothesis runs fewer examples on PostgreSQL, since each creates a database."""
 
 
 def pytest_configure() -> None:
@@ -48,7 +48,7 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=240, help="seeded kills of the crash suite")
-    parser.addoption("--storm", type=float, default=0, help="seconds of bad weather for three replicas")
+    parser.addoption("--storm", type=float, default=0, help="seconds of random faults for three replicas")
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def open_path(tmp_path: Path) -> Generator[Path]:
-    """A directory that another user can reach; pytest's own are private."""
+    """A directory that other users can access; pytest's own are private."""
     changed = [parent for parent in (tmp_path, *tmp_path.parents) if not parent.stat().st_mode & stat.S_IXOTH]
     modes = {parent: parent.stat().st_mode for parent in changed}
     for parent in changed:
@@ -77,14 +77,14 @@ def postgres() -> Iterator[Postgres]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     path = metafunc.definition.path.relative_to(Path(__file__).parent).as_posix()
-    both = path.startswith(BOTH) and not path.startswith(NEITHER)
-    if both and {"tmp_path", "tmp_path_factory"} & {*metafunc.fixturenames}:
+    is_dual = path.startswith(DUAL_DATABASE_PATHS) and not path.startswith(STORELESS_PATHS)
+    if is_dual and {"tmp_path", "tmp_path_factory"} & {*metafunc.fixturenames}:
         metafunc.parametrize("base", ["sqlite", "postgres"], indirect=True)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test, or a case of it, that is `sqlite_only` has no second one."""
+    """Drop the PostgreSQL variant of tests marked `sqlite_only`."""
     items[:] = [item for item in items if not (_on_postgres(item) and item.get_closest_marker("sqlite_only"))]
 
 
@@ -95,22 +95,22 @@ def _on_postgres(item: pytest.Item) -> bool:
 
 @pytest.fixture(autouse=True)
 def base(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The database of this test; see `bases`."""
+    """The database of this test; see `support.databases`."""
     kind: str = getattr(request, "param", "sqlite")
     if kind != "postgres":
         yield kind
         return
     server: Postgres = request.getfixturevalue("postgres")
-    # Not the patches of the test: it may undo those at any time.
+    # Separate from the `monkeypatch` of the test, which may undo its patches at any time.
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(databases.chosen, "postgres", server)
         patches.setattr(app, "open_store", databases.open_store)
         patches.setattr(state_access, "open_store", databases.open_store)
-        own = getattr(request.function, EXAMPLES, None)
-        if isinstance(own, settings):
-            fewer = settings(own, max_examples=-(-own.max_examples // SHARE))
-            patches.setattr(request.function, EXAMPLES, fewer)
+        configured = getattr(request.function, SETTINGS_ATTRIBUTE, None)
+        if isinstance(configured, settings):
+            fewer = settings(configured, max_examples=-(-configured.max_examples // EXAMPLES_DIVISOR))
+            patches.setattr(request.function, SETTINGS_ATTRIBUTE, fewer)
         yield kind
     used = server.used
     server.drop_all()
-    assert used, "This test has no store: mark it `sqlite_only`, or name its module in NEITHER."
+    assert used, "This test has no store: mark it `sqlite_only`, or add its module to STORELESS_PATHS."

@@ -146,7 +146,7 @@ class RequestHandler:
 
 
 async def run_replica(settings: Given, own: Path, common: Path) -> None:
-    patience: Given = settings.pop("patience", {})
+    timings: Given = settings.pop("timings", {})
     config = Config.model_validate(settings)
     channels = {
         name: FileChannel(common / f"{name}.txt", keyed)
@@ -156,7 +156,7 @@ async def run_replica(settings: Given, own: Path, common: Path) -> None:
     stopping = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
     pace = EngineTimings(
-        lease=LEASE_FRACTION_OF_ACK_WAIT * config.bus.ack_wait_seconds, **patience
+        lease=LEASE_FRACTION_OF_ACK_WAIT * config.bus.ack_wait_seconds, **timings
     )  # as `links` has it, if none is given
     offered = partial(tools, common)
     async with serve_gateway(config, own, port=0, channels=channels, tools=offered, pace=pace) as served:

@@ -1,1 +1,1 @@
-"""What tests share: fixtures, servers that speak real protocols, and checks."""
+"""Shared by tests: fixtures, servers that speak real protocols, and checkers."""

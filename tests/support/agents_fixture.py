@@ -1,7 +1,6 @@
-"""A house with several agents on stage, each the rehearsal model or a function that keeps what it was shown.
+"""An app with several agents, each the rehearsal model or a function that records its prompts.
 
-Everything behind the doors is real: the store, the engine, the tools, the outbox. What a test makes up is what the
-agents say, which channels there are, and the time.
+The store, the engine, the tools and the outbox are real. A test supplies the answers, the channels and the clock.
 """
 
 from __future__ import annotations
@@ -38,15 +37,17 @@ from support.databases import query_database
 HELPER = "agent:helper:main"
 QUICK_TIMINGS = EngineTimings(sweep=0.02)
 OPEN_ACCESS = {"tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}}}
-"""Everybody may see and write to everybody."""
+"""Settings with which every agent can see and message every other."""
 
 Answer = str | AssistantMessage
-wait_until = app_fixture.wait_until  # for what is not in the store; `Troupe.until` is for what is
+wait_until = (
+    app_fixture.wait_until
+)  # for conditions outside the store; `AgentsFixture.until` is for those in it
 _numbers = itertools.count(1)
 
 
 def make_agents_config(*agents: str | Mapping[str, Any], **sections: Any) -> Config:
-    """`main` and these agents, who reach each other unless a section says otherwise."""
+    """Configure `main` and these agents, which can reach each other unless a section says otherwise."""
     listed: list[dict[str, Any]] = [
         {"id": agent} if isinstance(agent, str) else dict(agent) for agent in agents
     ]
@@ -70,7 +71,7 @@ def merge_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str
 
 
 class ScriptedAgent:
-    """A function agent: keeps every prompt, and answers as it is told to."""
+    """A function agent that records every prompt and gives scripted answers."""
 
     def __init__(
         self, answer: Callable[[Prompt], Answer | Awaitable[Answer]] | Answer = "understood"
@@ -86,7 +87,7 @@ class ScriptedAgent:
         return make_answer(answer) if isinstance(answer, str) else answer
 
     def list_prompts(self, phase: str) -> list[Prompt]:
-        """The prompts of one kind of step: `request`, `turn`, `announce` or `wake`."""
+        """Return the prompts of one kind of step: `request`, `turn`, `announce` or `wake`."""
         return [prompt for prompt in self.prompts if get_phase(prompt) == phase]
 
 
@@ -100,27 +101,27 @@ def _phase(run_id: str) -> str:
 
 
 def get_last_user_text(prompt: Prompt) -> str:
-    """What the model reads as the last thing that was said to it."""
-    said = [message for message in prompt.messages if isinstance(message, UserMessage)][-1].content
-    assert isinstance(said, str)
-    return said
+    """Return the last user message of a prompt."""
+    content = [message for message in prompt.messages if isinstance(message, UserMessage)][-1].content
+    assert isinstance(content, str)
+    return content
 
 
 def get_tool_result(prompt: Prompt) -> dict[str, Any] | None:
-    """What the tool answered, if that is what the model is to go on from."""
+    """Return the tool result at the end of a prompt, or None if it ends with something else."""
     last: Message = prompt.messages[-1]
     return json.loads(last.text) if isinstance(last, ToolResult) else None
 
 
 class RecordingChannel:
-    """A channel that keeps what it was given, and fails as it is told to."""
+    """A channel that records what is posted, and fails on demand."""
 
     def __init__(
         self, *, keyed: bool = False, fails: Callable[[str], Exception | None] | None = None
     ) -> None:
         self.keyed = keyed
         self.posts: list[tuple[str, Destination, str]] = []
-        """Every effect that people there would see."""
+        """Every text that people there would see."""
         self.tries: list[str] = []
         self._fails = fails
 
@@ -144,7 +145,7 @@ def _unsent(error: Exception | None) -> bool:
 
 @dataclass(slots=True)
 class AgentsFixture:
-    """The house and what is needed to play in it."""
+    """An open app, with helpers to act in it as a person or as an agent."""
 
     app: App
     path: Path
@@ -175,13 +176,13 @@ class AgentsFixture:
     # --- as an agent ---
 
     async def call_tool(self, tool: str, session: str = MAIN, /, **arguments: Any) -> dict[str, Any]:
-        """What a tool answers to the rehearsal model, in a run of that session."""
+        """Call a tool from the rehearsal model in a run of the session; return its result."""
         view = await self.ask(f"call {tool} {json.dumps(arguments)}", session)
         assert view.reply is not None, view.error
         return json.loads(view.reply)
 
     async def invoke_tool(self, tool: str, session: str = MAIN, /, **arguments: Any) -> ToolOutput:
-        """What a tool answers to the agent of that session outside of any run."""
+        """Call a tool as the agent of the session, outside any run."""
         caller = Caller.agent(keys.parse(session).agent_id, session)
         call = ToolRequest(caller=caller, run_id="no run", call_id=f"{next(_numbers)}", arguments=arguments)
         return await self.app.toolbox.select_allowed((), ())[tool].invoke(call)
@@ -189,10 +190,10 @@ class AgentsFixture:
     async def use(self, tool: str, session: str = MAIN, /, **arguments: Any) -> dict[str, Any]:
         return (await self.invoke_tool(tool, session, **arguments)).details
 
-    # --- looking ---
+    # --- reading ---
 
     def rows(self, sql: str, *params: object) -> list[dict[str, Any]]:
-        """Past everything, from the file."""
+        """Query the database directly."""
         return query_database(self.path / DATABASE, sql, *params)
 
     async def transcript(self, session: str = MAIN) -> list[dict[str, Any]]:
@@ -200,13 +201,13 @@ class AgentsFixture:
         return (await self.operations.read_history(OPERATOR, session, wanted)).messages
 
     async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
-        """For what is in the store, or leads to a commit: look again after each of them."""
+        """Wait for a condition on the store, checked after each commit."""
         await self.commits.until(condition)
 
     async def wait_until_idle(self, seconds: float = BOUND) -> None:
-        """Until nothing is left to do: every run, exchange, task and delivery has come to its end."""
+        """Wait until every run, exchange, task and delivery has ended."""
 
-        async def over() -> bool:
+        async def is_idle() -> bool:
             (left,) = self.rows(
                 "SELECT (SELECT count(*) FROM runs WHERE state IN ('queued', 'running'))"
                 " + (SELECT count(*) FROM exchanges WHERE phase <> 'settled')"
@@ -215,19 +216,22 @@ class AgentsFixture:
             )
             return left["n"] == 0
 
-        await self.commits.until(over, seconds)
+        await self.commits.until(is_idle, seconds)
 
     async def collect_events(self, events: Listener) -> list[Event]:
-        """Everything up to the quiet. The last row is there before its event: that one comes before our own commit."""
+        """Return all events until the app is idle.
+
+        The last row is committed before its event is published, so one more commit of our own flushes that event.
+        """
         await self.wait_until_idle()
         await self.open_sessions(f"agent:main:dashboard:after-{next(_numbers)}")
-        told: list[Event] = []
+        collected: list[Event] = []
         while (event := await events.get(0)) is not None:
-            told.append(event)
-        return told
+            collected.append(event)
+        return collected
 
     def list_steps(self) -> list[str]:
-        """The steps of all exchanges and tasks in the order in which they were queued, as `agent:phase`."""
+        """List the steps of all exchanges and tasks in the order they were queued, as `agent:phase`."""
         sql = (
             "SELECT r.id, s.agent_id FROM runs r JOIN sessions s ON s.id = r.session"
             " WHERE r.exchange IS NOT NULL OR r.task IS NOT NULL ORDER BY r.n"
@@ -246,7 +250,7 @@ async def open_agents_fixture(
     pace: EngineTimings = QUICK_TIMINGS,
     tools: Any = None,
 ) -> AsyncGenerator[AgentsFixture]:
-    """Open it, and close it when the block is left; agents without a function are the rehearsal model."""
+    """Open an app; agents without a function use the rehearsal model."""
     clock = clock or SystemClock()
     runtimes = {agent: FunctionRuntime(fn, clock=clock) for agent, fn in (functions or {}).items()}
     commits = CommitWatcher()
@@ -266,11 +270,11 @@ async def open_agents_fixture(
 async def list_changed_sessions(
     agents: AgentsFixture, reason: str, cause: Callable[[], Awaitable[object]]
 ) -> list[str]:
-    """The keys of the sessions of which everybody was told that, while that was done and until it is quiet."""
-    told: list[str] = []
+    """Run `cause`, and return the keys of sessions that changed for this reason until the app is idle."""
+    changed: list[str] = []
     async with agents.app.bus.listen("sessions") as events:
         await cause()
         for event in await agents.collect_events(events):
             if isinstance(event, SessionChanged) and event.reason == reason:
-                told.append(event.session_key)
-    return told
+                changed.append(event.session_key)
+    return changed

@@ -1,6 +1,6 @@
-"""A whole Antiphon core for tests, with its parts in reach: a real store, a real engine, a movable clock.
+"""Antiphon's core with its parts accessible: a real store, a real engine, an optional manual clock.
 
-`hosting` is the way a program gets one; a test also wants the store, the bus and the engine behind it.
+A program uses `open_app_operations`; tests also need the store, the bus and the engine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DATABASE = "antiphon.db"
 
 @dataclass(frozen=True, slots=True)
 class AppFixture:
-    """Everything that was put together."""
+    """The operations and the parts behind them."""
 
     operations: Operations
     engine: Engine
@@ -57,7 +57,7 @@ class AppFixture:
     path: Path
 
     async def say(self, text: str, session: str = MAIN, **options: Any) -> str:
-        """Submit; the run's id."""
+        """Submit a message; return the id of its run."""
         message = IncomingMessage(session=session, content=text, **options)
         return (await self.operations.submit(OPERATOR, message)).run_id
 
@@ -67,7 +67,7 @@ class AppFixture:
         return view
 
     async def ask(self, text: str, session: str = MAIN, **options: Any) -> RunView:
-        """Submit and wait for the end."""
+        """Submit a message and wait for the end of its run."""
         return await self.wait_for_end(await self.say(text, session, **options))
 
     async def transcript(self, session: str = MAIN) -> list[dict[str, Any]]:
@@ -75,11 +75,11 @@ class AppFixture:
         return (await self.operations.read_history(OPERATOR, session, wanted)).messages
 
     async def create(self, key: str, parent: str | None = None) -> Row:
-        """A session, spawned by another one if that is given."""
+        """Create a session, as a child of `parent` if given."""
         return await self.store.tx(_create, key, parent, self.clock.now())
 
     def rows(self, sql: str, *params: object) -> list[dict[str, Any]]:
-        """Past everything, from the database."""
+        """Query the database directly."""
         return query_database(self.path, sql, *params)
 
 
@@ -119,7 +119,7 @@ async def open_app_fixture(
     keep_tokens: int = 50,
     on_commit: Callable[[CommitPhase], None] | None = None,
 ) -> AsyncGenerator[AppFixture]:
-    """Start on this directory (or beside others on this store), stop when the block is left."""
+    """Start an engine on this directory (or beside others on `store`); stop it when the block is left."""
     config = config or Config()
     bus = bus or LocalBus()
     own = None if store else await open_test_database(path / DATABASE, on_commit=on_commit)
@@ -134,7 +134,7 @@ async def open_app_fixture(
             runtime=runtime,
             caller=Caller.agent(claim.agent_id, claim.session_key, sandboxed=claim.sandboxed),
             instructions=f"You are {claim.agent_id}.",
-            nonce=derive_nonce(b"stage", claim.session_key, claim.session_id),
+            nonce=derive_nonce(b"test", claim.session_key, claim.session_id),
             tools=toolbox,
             max_steps=max_steps,
             reserve_tokens=reserve_tokens,
@@ -186,7 +186,7 @@ def make_tool(
 
 
 def make_tool_calls(*names: str, **arguments: Any) -> AssistantMessage:
-    """An answer that asks for these tools."""
+    """Make an answer that calls these tools."""
     blocks = [ToolCall(id=f"{name}_{i}", name=name, arguments=arguments) for i, name in enumerate(names)]
     return AssistantMessage(content=[*blocks], timestamp=1)
 
@@ -196,12 +196,12 @@ def make_answer(words: str, **options: Any) -> AssistantMessage:
 
 
 async def wait_for_event(happened: asyncio.Event) -> None:
-    """Wait for something that must happen."""
+    """Wait for an event that must happen."""
     await asyncio.wait_for(happened.wait(), BOUND)
 
 
 async def wait_until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """For what no event tells of: look again until it is so."""
+    """Poll a condition that no event announces."""
     async with asyncio.timeout(BOUND):
         while not await condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0)
@@ -212,6 +212,6 @@ def make_config(settings: Mapping[str, Any]) -> Config:
 
 
 def strip_frame(text: str) -> str:
-    """What stands between the markers of a frame; a text that is not framed as it is."""
+    """Return the content of a framed text; other texts are returned unchanged."""
     found = re.search(r"<<<data (\w+)>>>\n(.*)\n<<<end \1>>>$", text, re.DOTALL)
     return found[2] if found else text

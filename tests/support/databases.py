@@ -1,6 +1,6 @@
-"""The database that a test is on: a SQLite file, or a PostgreSQL database for each path that would have been one.
+"""The database of a test: a SQLite file, or a PostgreSQL database instead of each file.
 
-Tests name a path; what is opened for it is chosen by the `base` fixture, so that one test body runs on both.
+Tests name a path, and the `base` fixture selects what is opened for it, so that one test body runs on both.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from cluster.database import Postgres
 
 BOUND = 10.0
 CONSTRAINT_ERRORS = (sqlite3.IntegrityError, IntegrityConstraintViolationError)
-"""What `raw` raises where the schema does not allow it."""
-_ASIDE = (
+"""Errors of `query_database` for a statement that the schema forbids."""
+_IGNORED_TABLES = (
     "watch", "message_words", "search_cursor", "owners", "unindexed", "schema_version", "commits",
-    "turnstiles",  # rows that are locks: whoever takes one counts it up, also a chore that then finds nothing to do
+    "turnstiles",  # rows that are locks: taking one changes it, even if background work then finds nothing to do
 )  # fmt: skip
-_TABLES = "SELECT tablename AS name FROM pg_tables WHERE schemaname = 'public'"
+_POSTGRES_TABLES = "SELECT tablename AS name FROM pg_tables WHERE schemaname = 'public'"
 
 
 class _Chosen:
@@ -58,7 +58,7 @@ async def open_store(
     read_only: bool = False,
     on_commit: Callable[[CommitPhase], None] | None = None,
 ) -> Store:
-    """Instead of the product's own, where that would open a file."""
+    """Replaces `antiphon.store.factory.open_store`, except for a configured URL."""
     if config.store.url is not None:
         return await open_configured(config, database, read_only=read_only, on_commit=on_commit)
     return await open_test_database(
@@ -67,7 +67,7 @@ async def open_store(
 
 
 def query_database(path: Path, sql: str, *params: object) -> list[dict[str, Any]]:
-    """A statement with `?` for its parameters, past the store."""
+    """Run a statement with `?` placeholders, bypassing the store."""
     if chosen.postgres is not None:
         numbers = count(1)
         return chosen.postgres.rows(path, re.sub(r"\?", lambda _: f"${next(numbers)}", sql), *params)
@@ -82,18 +82,20 @@ def query_database(path: Path, sql: str, *params: object) -> list[dict[str, Any]
 
 
 def dump_database(path: Path, *, besides: Iterable[str] = ()) -> dict[str, list[tuple[Any, ...]]]:
-    """Every row of every table, to see that nothing changed; what a chore writes by itself is left out."""
-    tables = "SELECT name FROM sqlite_schema WHERE type = 'table'" if chosen.postgres is None else _TABLES
+    """Return every row of every table, except those that background work changes."""
+    tables = (
+        "SELECT name FROM sqlite_schema WHERE type = 'table'" if chosen.postgres is None else _POSTGRES_TABLES
+    )
     names = [row["name"] for row in query_database(path, tables)]
-    names = [name for name in names if name not in besides and not name.startswith(_ASIDE)]
-    contents = _all(path, [f'SELECT * FROM "{name}"' for name in names])  # noqa: S608
+    names = [name for name in names if name not in besides and not name.startswith(_IGNORED_TABLES)]
+    contents = _query_all(path, [f'SELECT * FROM "{name}"' for name in names])  # noqa: S608
     return {
         name: sorted((tuple(row.values()) for row in rows), key=repr)
         for name, rows in zip(names, contents, strict=True)
     }
 
 
-def _all(path: Path, statements: list[str]) -> list[list[dict[str, Any]]]:
+def _query_all(path: Path, statements: list[str]) -> list[list[dict[str, Any]]]:
     if chosen.postgres is not None:
         return chosen.postgres.look(path, *statements)
     return [query_database(path, statement) for statement in statements]

@@ -1,4 +1,4 @@
-"""A disk that is small enough to be filled, where the machine lets a test mount one."""
+"""A small disk that a test can fill; skips where mounting is not allowed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Disk:
     path: Path
 
     def fill(self) -> None:
-        """Not a byte is left."""
+        """Fill the disk completely."""
         with (self.path / "filling").open("wb", buffering=0) as file:
             try:
                 while file.write(bytes(4096)):
@@ -32,7 +32,7 @@ class Disk:
 
 @contextmanager
 def mount_small_disk(path: Path, files: int = 0) -> Generator[Disk]:
-    """With room for so many files and directories, itself among them; for any number with 0."""
+    """Mount a small disk for at most `files` files and directories, itself included (0: any number)."""
     path.mkdir(mode=0o700)
     command = [
         "mount",
@@ -46,9 +46,9 @@ def mount_small_disk(path: Path, files: int = 0) -> Generator[Disk]:
     try:
         done = subprocess.run(command, capture_output=True, check=False, timeout=10)
     except FileNotFoundError:
-        pytest.skip("there is no mount here")
+        pytest.skip("mount is not installed")
     if done.returncode:
-        pytest.skip("this user may not mount anything")
+        pytest.skip("this user cannot mount")
     try:
         yield Disk(path)
     finally:

@@ -1,4 +1,4 @@
-"""A real `antiphon up` under attack: raw peers that never authenticate, and what they cost others."""
+"""A real `antiphon up` under attack by unauthenticated peers, and a probe that measures the effect on others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LIMITED = (
 
 
 def make_frame_head(head: int, size: int) -> bytes:
-    """The head of a client's frame, with a mask that changes nothing."""
+    """Make the head of a client's frame, with a mask of zeros."""
     if size < 126:
         return struct.pack("!BB", head, 0x80 | size) + NO_MASK
     if size < 2**16:
@@ -71,7 +71,7 @@ class AttackedGateway:
             yield client
 
     def raw(self, *, reads: bool = True) -> socket.socket:
-        """A peer that has opened a WebSocket and says nothing; one that never reads has no room for answers."""
+        """Open a WebSocket without authenticating; a peer with `reads=False` has a tiny receive buffer."""
         peer = socket.create_connection(("127.0.0.1", self.port), BOUND)
         if not reads:
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -79,7 +79,7 @@ class AttackedGateway:
         answer = b""
         while b"\r\n\r\n" not in answer:
             chunk = peer.recv(4096)
-            assert chunk, f"the upgrade was not answered: {answer!r}"
+            assert chunk, f"no answer to the upgrade: {answer!r}"
             answer += chunk
         assert answer.startswith(b"HTTP/1.1 101"), answer
         return peer
@@ -102,15 +102,15 @@ def call_method(client: ClientConnection, method: str, params: Mapping[str, obje
 def start_attacked_gateway(
     home: Path, config: dict[str, object] | None = None, files: int | None = None
 ) -> Generator[AttackedGateway]:
-    """`antiphon up` on a free port, with so many open files at most, until the context is left."""
+    """Run `antiphon up` on a free port, with at most `files` open files."""
     state = home / "state"
     state.mkdir(mode=0o700, parents=True)
     if config is not None:
         path = state / "config.json5"
         path.write_text(json.dumps(config))
         path.chmod(0o600)
-    kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
-    environ = {**kept, "HOME": str(home), "ANTIPHON_STATE_DIR": str(state)}
+    inherited = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+    environ = {**inherited, "HOME": str(home), "ANTIPHON_STATE_DIR": str(state)}
     log = (home / "log").open("wb")
     command = [sys.executable, "-m", "antiphon", "up", "--port", "0"]
     if files is not None:
@@ -139,13 +139,13 @@ def _port(process: subprocess.Popen[bytes], log: Path) -> int:
         if found := re.search(r"127\.0\.0\.1:(\d+)", log.read_text()):
             with suppress(OSError), socket.create_connection(("127.0.0.1", int(found[1])), 1.0):
                 return int(found[1])
-        time.sleep(0.01)  # between looks at a file that another process writes
+        time.sleep(0.01)  # polls a file that another process writes
     raise AssertionError(f"the gateway did not start: {log.read_text()}")
 
 
 @dataclass
 class HealthProbe:
-    """A second client, which asks `health` again and again while others attack."""
+    """A second client that calls `health` repeatedly while others attack."""
 
     victim: AttackedGateway
     slowest: float = 0.0
@@ -157,7 +157,7 @@ class HealthProbe:
 
     def __enter__(self) -> Self:
         ready = threading.Event()
-        self._thread = threading.Thread(target=self._watch, args=(ready,), daemon=True)
+        self._thread = threading.Thread(target=self._probe, args=(ready,), daemon=True)
         self._thread.start()
         assert ready.wait(BOUND)
         return self
@@ -168,11 +168,11 @@ class HealthProbe:
         self._stop.set()
         assert self._thread is not None
         self._thread.join(BOUND)
-        assert not self._thread.is_alive(), "the second client was not answered at all"
+        assert not self._thread.is_alive(), "the second client got no answer"
         if self._failure is not None and error is None:
             raise self._failure
 
-    def _watch(self, ready: threading.Event) -> None:
+    def _probe(self, ready: threading.Event) -> None:
         try:
             with self.victim.member() as client:
                 ready.set()
@@ -190,17 +190,17 @@ class HealthProbe:
 
 
 def send_until_refused(peer: socket.socket, pieces: Iterable[bytes]) -> int:
-    """How many bytes were taken before the gateway hung up or took no more for a second."""
-    taken = 0
+    """Send until the gateway closes the connection or accepts nothing for a second; return the bytes sent."""
+    sent = 0
     peer.settimeout(1.0)
     with suppress(OSError):
         for piece in pieces:
             peer.sendall(piece)
-            taken += len(piece)
-    return taken
+            sent += len(piece)
+    return sent
 
 
 def reset_connection(peer: socket.socket) -> None:
-    """Close without a word: the other side sees an error."""
+    """Close with a TCP reset."""
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     peer.close()

@@ -47,9 +47,9 @@ class HttpGatewayFixture:
     web: HttpRoutes
     tokens: TokenRegistry
     http: httpx2.AsyncClient
-    """With the owner's token."""
+    """A client with the owner's token."""
     stranger: httpx2.AsyncClient
-    """Without any."""
+    """A client without a token."""
     server: uvicorn.Server
 
     @property
@@ -61,7 +61,7 @@ class HttpGatewayFixture:
         return {"Authorization": f"Bearer {self.tokens.owner_token}"}
 
     def limited(self, *scopes: str) -> dict[str, str]:
-        """The header of a new token with these scopes."""
+        """Issue a token with these scopes; return its header."""
         token = self.tokens.issue_token(f"t{len(self.tokens.records)}", scopes)
         return {"Authorization": f"Bearer {token}"}
 
@@ -72,12 +72,12 @@ class HttpGatewayFixture:
         return view
 
     def listeners(self) -> int:
-        """Open listeners on single sessions and runs."""
+        """Count the listeners on single sessions and runs."""
         assert isinstance(self.app.bus, LocalBus)
-        heard = self.app.bus.count_listeners()
+        counts = self.app.bus.count_listeners()
         return sum(
-            number for topic, number in heard.items() if topic.startswith(("session.", "run."))
-        ) - heard.get("session.*", 0)
+            number for topic, number in counts.items() if topic.startswith(("session.", "run."))
+        ) - counts.get("session.*", 0)
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class Event:
 
 @dataclass(slots=True)
 class Stream:
-    """The events of a response, one at a time and each within a bound."""
+    """The server-sent events of a response, each awaited within a time limit."""
 
     response: httpx2.Response
     _lines: AsyncGenerator[str] = field(init=False)
@@ -158,7 +158,7 @@ async def open_http_gateway(
     mode: AuthMode = "token",
     clock: Clock | None = None,
 ) -> AsyncGenerator[HttpGatewayFixture]:
-    """Without an agent the rehearsal model answers."""
+    """Open a gateway with its HTTP routes; without an agent the rehearsal model answers."""
     config = Config.model_validate(ALL_ENDPOINTS if settings is None else settings)
     functions: dict[str, Runtime] = {}
     if agent is not None:

@@ -1,4 +1,4 @@
-"""A whole gateway on a real socket, and raw clients of its WebSocket that keep every frame they are sent."""
+"""A whole gateway on a real socket, and raw WebSocket clients that record every frame."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Answer(NamedTuple):
 
 
 class Client:
-    """One connection. What comes in is kept in order; what is waited for is waited for within a bound."""
+    """One connection. It records frames in order, and every wait has a time limit."""
 
     def __init__(self, ws: ClientConnection) -> None:
         self.ws = ws
         self.hello: Frame = {}
         self.events: list[Frame] = []
-        """Every event so far."""
+        """All events so far."""
         self._untaken: list[Frame] = []
         self._answers: dict[str, list[Answer]] = {}
         self._news = asyncio.Event()
@@ -52,16 +52,16 @@ class Client:
         self._number = 0
 
     def read(self) -> None:
-        """Begin to take frames; a client that never does is a slow one."""
+        """Start reading frames; a client that never does is a slow one."""
         self._reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         with suppress(ConnectionClosed):
             while True:
-                self._keep(msgspec.json.decode(await self.ws.recv(), type=Frame))
+                self._record(msgspec.json.decode(await self.ws.recv(), type=Frame))
         self._news.set()
 
-    def _keep(self, frame: Frame) -> None:
+    def _record(self, frame: Frame) -> None:
         if frame["type"] == "res":
             answer = Answer(frame["ok"], frame.get("payload"), frame.get("error", {}))
             self._answers.setdefault(frame["id"], []).append(answer)
@@ -81,10 +81,10 @@ class Client:
                 return value
         except TimeoutError:
             seen = [(event["event"], str(event["payload"])[:150]) for event in self.events[-20:]]
-            raise AssertionError(f"{what} did not come; the last events were {seen}") from None
+            raise AssertionError(f"{what} did not arrive; the last events were {seen}") from None
 
     async def news(self) -> None:
-        """Until something has come, or the connection is closed."""
+        """Wait until something arrives or the connection is closed."""
         self._news.clear()
         await self._news.wait()
 
@@ -98,18 +98,18 @@ class Client:
     # --- requests ---
 
     async def send(self, frame: Frame | str | bytes) -> None:
-        """A frame as it is."""
+        """Send a frame unchanged."""
         await self.ws.send(msgspec.json.encode(frame).decode() if isinstance(frame, dict) else frame)
 
     async def start(self, method: str, params: Mapping[str, Any] | None = None) -> str:
-        """A request that is not waited for; its id."""
+        """Send a request without waiting for the answer; return its id."""
         self._number += 1
         request_id = f"{self._number}:{method}"
         await self.send({"type": "req", "id": request_id, "method": method, "params": params or {}})
         return request_id
 
     async def answer(self, request_id: str) -> Answer:
-        """The next answer to a request."""
+        """Wait for the next answer to a request."""
 
         def found() -> Answer | None:
             waiting = self._answers.get(request_id)
@@ -121,13 +121,13 @@ class Client:
         return await self.answer(await self.start(method, params))
 
     async def call(self, method: str, **params: Any) -> Any:
-        """What a method answers that must succeed."""
+        """Call a method that must succeed; return its payload."""
         answer = await self.ask(method, params)
         assert answer.ok, f"{method}: {answer.error}"
         return answer.payload
 
     async def refused(self, method: str, **params: Any) -> Frame:
-        """The error of a method that must fail."""
+        """Call a method that must fail; return its error."""
         answer = await self.ask(method, params)
         assert not answer.ok, f"{method} was not refused: {answer.payload}"
         assert answer.error.get("message")
@@ -135,46 +135,48 @@ class Client:
 
     # --- events ---
 
-    async def event(self, name: str, **facts: Any) -> Any:
-        """The payload of the next event of that name with these facts in it; each event is taken once."""
+    async def event(self, name: str, **fields: Any) -> Any:
+        """Wait for the next event of this name with these fields; return its payload. Each event is returned once."""
 
         def found() -> Frame | None:
             for frame in self._untaken:
                 payload = frame["payload"]
-                if frame["event"] == name and all(payload.get(fact) == facts[fact] for fact in facts):
+                if frame["event"] == name and all(payload.get(field) == fields[field] for field in fields):
                     self._untaken.remove(frame)
                     return payload
             return None
 
-        return await self._until(found, f"The event {name!r} with {facts}")
+        return await self._until(found, f"The event {name!r} with {fields}")
 
-    async def take(self, name: str, number: int, **facts: Any) -> list[Any]:
-        return [await self.event(name, **facts) for _ in range(number)]
+    async def take(self, name: str, number: int, **fields: Any) -> list[Any]:
+        return [await self.event(name, **fields) for _ in range(number)]
 
-    def list_events(self, name: str, **facts: Any) -> list[Any]:
-        """The payloads of all events of that name so far."""
+    def list_events(self, name: str, **fields: Any) -> list[Any]:
+        """Return the payloads of all events of this name so far."""
         payloads = [frame["payload"] for frame in self.events if frame["event"] == name]
-        return [payload for payload in payloads if all(payload.get(fact) == facts[fact] for fact in facts)]
+        return [
+            payload for payload in payloads if all(payload.get(field) == fields[field] for field in fields)
+        ]
 
     @property
     def numbers(self) -> list[int]:
         return [frame["seq"] for frame in self.events if "seq" in frame]
 
     async def settled(self) -> None:
-        """Everything that was put before now has arrived: requests are answered in their order."""
+        """Wait until everything sent before has arrived: requests are answered in order."""
         await self.ask("health")
 
     # --- endings ---
 
     async def closed(self) -> tuple[int, str]:
-        """The code and the reason with which the gateway hung up."""
+        """Wait until the gateway closes the connection; return code and reason."""
         await asyncio.wait_for(self.ws.wait_closed(), BOUND)
         if self._reader:
             await asyncio.wait_for(self._reader, BOUND)
         return self.ws.close_code or 0, self.ws.close_reason or ""
 
     def abort(self) -> None:
-        """As a cable that is pulled."""
+        """Drop the connection, as if the cable were pulled."""
         self.ws.transport.abort()
 
     async def leave(self) -> None:
@@ -191,7 +193,7 @@ def connect_params(**changes: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class GatewayFixture:
-    """A gateway that is listening, with its parts in reach."""
+    """A listening gateway with its parts accessible."""
 
     served: ListeningGateway
     path: Path
@@ -222,7 +224,7 @@ class GatewayFixture:
     async def connect_unauthenticated(
         self, *, origin: str | None = None, reading: bool = True, path: str = ""
     ) -> AsyncGenerator[Client]:
-        """A connection that has said nothing yet."""
+        """Open a connection that has sent nothing yet."""
         ws = await connect(
             self.served.url + path,
             origin=Origin(origin) if origin else None,
@@ -250,7 +252,7 @@ class GatewayFixture:
         origin: str | None = None,
         **changes: Any,
     ) -> AsyncGenerator[Client]:
-        """A connection that has been let in, by default as the owner."""
+        """Open an authenticated connection, by default as the owner."""
         async with self.connect_unauthenticated(origin=origin) as client:
             given = {"auth": {"token": self.owner if token is None else token}, **changes}
             if scopes is not None:
@@ -275,7 +277,7 @@ async def open_gateway(
     tools: Callable[[Operations], Iterable[Tool]] | None = None,
     clock: Clock | None = None,
 ) -> AsyncGenerator[GatewayFixture]:
-    """Without an agent the rehearsal model answers."""
+    """Open a gateway; without an agent the rehearsal model answers."""
     config = Config.model_validate(ALL_ENDPOINTS if settings is None else settings)
     functions: dict[str, Runtime] = {name: FunctionRuntime(fn) for name, fn in (agents or {}).items()}
     if agent is not None:

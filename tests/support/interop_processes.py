@@ -1,7 +1,7 @@
-"""The lab: the real gateway as a process, and around it programs that others wrote, as they come from npm.
+"""The real gateway as a process, and third-party clients as they come from npm.
 
-`scripts/interop` puts those programs into a cache outside the repository. Each of them gets a home of its own, is
-told not to call out, and is killed with everything it started when its test ends. Every wait is bounded.
+`scripts/interop` installs those clients into a cache outside the repository. Each gets its own home directory, is
+configured not to use the network, and is killed with its child processes when its test ends. Every wait is bounded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 BOUND = 60.0  # seconds after which any wait is a failure; node alone takes two to start
-TURN = 0.05  # seconds between two looks at something that nobody announces
+POLL_SECONDS = 0.05  # for conditions without an event
 
 CACHE = Path(os.environ.get("ANTIPHON_INTEROP_CACHE") or Path.home() / ".cache" / "antiphon-interop")
 NODE = CACHE / "node" / "node_modules" / ".bin" / "node"
@@ -29,8 +29,7 @@ CONTROL_UI = MODULES / "openclaw" / "dist" / "control-ui"
 SCHEMA = MODULES / "@openclaw" / "gateway-protocol" / "protocol.schema.json"
 CHROMIUM = Path(os.environ.get("ANTIPHON_INTEROP_CHROMIUM") or "/usr/bin/chromium")
 
-# A control run names another server here, with the same options: a test that fails against the real OpenClaw is
-# a fault of the test.
+# A control run sets another server with the same options: a test that fails against the real OpenClaw is wrong.
 SERVER = os.environ.get("ANTIPHON_INTEROP_SERVER")
 COMMAND = [SERVER] if SERVER else [sys.executable, "-m", "antiphon"]
 MAIN = "agent:main:main"
@@ -44,7 +43,7 @@ class Result:
 
     @property
     def json(self) -> Any:
-        assert self.code == 0, f"it ended with {self.code}:\n{self.out}\n{self.err}"
+        assert self.code == 0, f"exit code {self.code}:\n{self.out}\n{self.err}"
         return json.loads(self.out)
 
 
@@ -60,14 +59,14 @@ class Gateway:
         return self.url.replace("ws://", "http://", 1)
 
     def stop(self) -> int:
-        """As a service manager stops it; its exit code."""
+        """Stop it with SIGTERM; return its exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(BOUND)
 
 
 @dataclass(frozen=True)
 class Openclaw:
-    """The OpenClaw command line with a home of its own, which it shares with nothing on this machine."""
+    """The OpenClaw command line with its own home directory."""
 
     home: Path
 
@@ -82,7 +81,7 @@ class Openclaw:
             "NO_COLOR": "1",
             "OPENCLAW_STATE_DIR": str(self.home / "state"),
             "OPENCLAW_CONFIG_PATH": str(self.home / "openclaw.json"),
-            # Nothing leaves the machine: no update check, no statistics, no downloads, no announcement.
+            # No network: no update check, no statistics, no downloads, no announcement.
             "OPENCLAW_NO_AUTO_UPDATE": "1",
             "DO_NOT_TRACK": "1",
             "OPENCLAW_OFFLINE": "1",
@@ -90,7 +89,7 @@ class Openclaw:
         }
 
     def write_config(self) -> None:
-        """Writes its configuration."""
+        """Write its configuration."""
         self.home.mkdir(parents=True, exist_ok=True)
         quiet = {"update": {"checkOnStart": False}, "logging": {"file": str(self.home / "openclaw.log")}}
         (self.home / "openclaw.json").write_text(json.dumps(quiet))
@@ -106,7 +105,7 @@ class Openclaw:
 
 
 def run_program(command: Sequence[str], environ: Mapping[str, str]) -> Result:
-    """A program to its end."""
+    """Run a program to its end."""
     null, pipe = subprocess.DEVNULL, subprocess.PIPE
     with start_process(command, environ, stdin=null, stdout=pipe, stderr=pipe) as process:
         out, err = process.communicate(timeout=BOUND)
@@ -117,7 +116,7 @@ def run_program(command: Sequence[str], environ: Mapping[str, str]) -> Result:
 def start_process(
     command: Sequence[str], environ: Mapping[str, str], *, stdin: int, stdout: int, stderr: int
 ) -> Generator[subprocess.Popen[bytes]]:
-    """A program in a process group of its own, of which nothing is left afterwards."""
+    """Start a program in its own process group, which is killed afterwards."""
     process = subprocess.Popen(
         command, env=environ, start_new_session=True, stdin=stdin, stdout=stdout, stderr=stderr
     )
@@ -131,7 +130,7 @@ def start_process(
 
 @contextmanager
 def start_gateway(directory: Path, origins: Sequence[str] = ()) -> Generator[Gateway]:
-    """The gateway on a free port with the rehearsal model, once it says that it is ready."""
+    """Start the gateway on a free port with the rehearsal model, and wait until it is ready."""
     state, log = directory / "state", directory / "gateway.log"
     state.mkdir(mode=0o700, parents=True)
     config = directory / "config.json5"
@@ -168,7 +167,7 @@ def _address(process: subprocess.Popen[bytes], file: Path, log: Path) -> str:
     while not file.exists():
         assert time.monotonic() < until, f"the gateway was not ready in {BOUND:.0f} s:\n{log.read_text()}"
         with suppress(subprocess.TimeoutExpired):
-            code = process.wait(TURN)
+            code = process.wait(POLL_SECONDS)
             raise AssertionError(f"the gateway ended with {code}:\n{log.read_text()}")
     return json.loads(file.read_text())["url"]
 

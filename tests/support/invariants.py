@@ -1,6 +1,6 @@
-"""What always holds between runs, exchanges, tasks and deliveries: the checker's part for what follows from a run.
+"""Invariants between runs, exchanges, tasks and deliveries.
 
-Like `verify`, it reads rows and returns what is wrong, and knows nothing of Antiphon.
+Like `verify`, it reads rows, returns violations, and does not use Antiphon.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from support.store_snapshot import Row, StoreSnapshot
 UNDER_WAY = {"queued", "running"}
 # Origins of runs that are part of something.
 STEPS = {"sessions_send", "reply-back", "announce", "sessions_spawn"}
-POSTED = {"pending", "delivered", "blocked", "ambiguous", "dead"}  # ends that are those of a delivery
+POSTED = {"pending", "delivered", "blocked", "ambiguous", "dead"}  # outcomes with a delivery
 # Ends of an exchange without an announce step.
 UNANNOUNCED = {
     None, "no_reply", "run_failed", "run_stopped", "run_timed_out", "run_interrupted", "run_incomplete", "none",
     "target_gone",
 }  # fmt: skip
-SILENT = {None, "none", "skipped"}  # ends of a task that nobody hears of
+SILENT = {None, "none", "skipped"}  # outcomes of a task without a report
 
 
 def find_violations(snapshot: StoreSnapshot) -> list[str]:
@@ -43,14 +43,14 @@ def _moving(runs: list[Row]) -> list[str]:
 
 
 def _steps(snapshot: StoreSnapshot, exchange: Row) -> list[str]:
-    """One run for each step that was taken, and only the last one can be under way."""
+    """An exchange has one run per step, and only the last one can be unfinished."""
     id, runs = exchange["id"], [run for run in snapshot.runs if run["exchange"] == exchange["n"]]
-    wanted = [id, *(f"turn:{id}:{turn}" for turn in range(1, exchange["turn"] + 1))]
+    expected_runs = [id, *(f"turn:{id}:{turn}" for turn in range(1, exchange["turn"] + 1))]
     announced = exchange["phase"] == "settled" and exchange["announced"] not in UNANNOUNCED
     if exchange["phase"] == "announce" or announced:
-        wanted.append(f"announce:{id}")
-    if [run["id"] for run in runs] != wanted:
-        return [f"exchange {id} has the runs {[run['id'] for run in runs]}, not {wanted}"]
+        expected_runs.append(f"announce:{id}")
+    if [run["id"] for run in runs] != expected_runs:
+        return [f"exchange {id} has the runs {[run['id'] for run in runs]}, not {expected_runs}"]
     settled = exchange["phase"] == "settled"
     if _moving(runs) != ([] if settled else [exchange["current"]]):
         return [f"exchange {id} is {exchange['phase']} and at {_moving(runs)}"]
@@ -60,21 +60,21 @@ def _steps(snapshot: StoreSnapshot, exchange: Row) -> list[str]:
 
 
 def _conversation(snapshot: StoreSnapshot, exchange: Row) -> list[str]:
-    """Target, requester, target …: each is told word for word what the other has said."""
+    """Target, requester, target …: each receives the other's reply unchanged."""
     wrong: list[str] = []
-    said = exchange["message"]
+    expected = exchange["message"]
     for turn in range(exchange["turn"] + 1):
         run = snapshot.run(f"turn:{exchange['id']}:{turn}" if turn else exchange["id"])
         if run is None:
-            break  # which is said by `_steps`
-        told = json.loads(run["input"])
+            break  # reported by `_steps`
+        given = json.loads(run["input"])
         listener, speaker = ("requester", "target") if turn % 2 else ("target", "requester")
-        facts = (run["session"], told["content"], told["provenance"].get("sourceSessionKey"))
-        if facts != (exchange[listener], said, exchange[f"{speaker}_key"]):
-            wrong.append(f"turn {turn} of exchange {exchange['id']} came to {facts} after {said!r}")
+        facts = (run["session"], given["content"], given["provenance"].get("sourceSessionKey"))
+        if facts != (exchange[listener], expected, exchange[f"{speaker}_key"]):
+            wrong.append(f"turn {turn} of exchange {exchange['id']} came to {facts} after {expected!r}")
         if (run["chain"], run["hop"]) != (exchange["chain"], exchange["hop"] + turn):
             wrong.append(f"turn {turn} of exchange {exchange['id']} is hop {run['hop']} of {run['chain']}")
-        said = run["reply"]
+        expected = run["reply"]
     return wrong
 
 
@@ -86,12 +86,12 @@ def _announcement(snapshot: StoreSnapshot, exchange: Row) -> list[str]:
 
 
 def is_deleted_child(task: Row) -> bool:
-    """Whether a child was removed, as it was asked for."""
+    """Return whether a child was deleted as requested."""
     return task["archived_at"] is not None and _to_delete(task)
 
 
 def _to_delete(task: Row) -> bool:
-    """Whether a child's time is over: it goes in one commit, and that it is gone is on record in a later one."""
+    """Return whether a child is due for deletion; it is deleted in one commit and recorded in a later one."""
     return task["archive_at"] is not None and json.loads(task["options"]).get("cleanup") == "delete"
 
 
@@ -100,7 +100,7 @@ def _deleted(snapshot: StoreSnapshot, task: Row) -> bool:
 
 
 def _child(snapshot: StoreSnapshot, task: Row) -> list[str]:
-    """A task has its session and its run, or neither when it was to be deleted."""
+    """A task has its session and its run, or neither if it was deleted."""
     child = snapshot.session(task["child_key"])
     runs = [run for run in snapshot.runs if run["session"] == task["child"]]
     if is_deleted_child(task):
@@ -114,7 +114,7 @@ def _child(snapshot: StoreSnapshot, task: Row) -> list[str]:
 
 
 def _work(snapshot: StoreSnapshot, task: Row) -> list[str]:
-    """The child's runs are the task's, one after the other; one announce step at most, and as the last one."""
+    """The runs of a task are those of its child, in order, with at most one announce step at the end."""
     if _deleted(snapshot, task):
         return []
     id, phase = task["id"], task["phase"]
@@ -124,15 +124,15 @@ def _work(snapshot: StoreSnapshot, task: Row) -> list[str]:
         phase == "settled" and task["outcome"] == "ok" and task["announced"] != "none"
     )
     woken = [run["id"] for run in runs if run["origin"] == "wake"]
-    wanted = [id, *woken, *[f"announce:{id}"] * announcing]
-    if ids != wanted:
-        return [f"task {id} is {phase} and has the runs {ids}, not {wanted}"]
+    expected_runs = [id, *woken, *[f"announce:{id}"] * announcing]
+    if ids != expected_runs:
+        return [f"task {id} is {phase} and has the runs {ids}, not {expected_runs}"]
     if phase == "waiting":
         below = [t for t in snapshot.tasks if t["requester"] == task["child"] and t["phase"] != "settled"]
         child = snapshot.session(task["child_key"])
         if not below or child is None or child["yielded"] is None:
-            return [f"task {id} waits for nobody"]
-    # A run that ends its turn to wait may have a successor before it has ended.
+            return [f"task {id} waits for nothing"]
+    # A run that yields may have a successor before it has ended.
     moving = _moving(runs)[-1:]
     if moving != ([] if phase in {"settled", "waiting"} else [task["current"]]):
         return [f"task {id} is {phase} and at {moving}"]
@@ -140,7 +140,7 @@ def _work(snapshot: StoreSnapshot, task: Row) -> list[str]:
 
 
 def _report(snapshot: StoreSnapshot, task: Row) -> list[str]:
-    """Who asked is told once it is over: a note in their lane, and a delivery if their chat is to hear of it."""
+    """A settled task has a note in the requester's lane, and a delivery if it is announced in a chat."""
     id = task["id"]
     settled = task["phase"] == "settled"
     wrong: list[str] = []
@@ -158,7 +158,7 @@ def _report(snapshot: StoreSnapshot, task: Row) -> list[str]:
 
 
 def list_notes(snapshot: StoreSnapshot, task: Row) -> list[Row]:
-    """The entries that tell a requester of this task, wherever they are."""
+    """Return the entries that report this task to its requester."""
     return [
         message
         for message in snapshot.messages
@@ -169,21 +169,21 @@ def list_notes(snapshot: StoreSnapshot, task: Row) -> list[Row]:
 
 
 def _delivery(snapshot: StoreSnapshot, delivery: Row) -> list[str]:
-    """It is about an exchange or a task, which says of it what it says itself."""
+    """A delivery belongs to an exchange or a task with the same outcome."""
     wrong: list[str] = []
     kind, _, id = delivery["key"].partition(":")
     owners = {"exchange": snapshot.exchanges, "task": snapshot.tasks}.get(kind, [])
     owner = next((owner for owner in owners if owner["id"] == id), None)
     if owner is None or owner["n"] != delivery[kind]:
-        return [f"delivery {delivery['key']} is about nothing"]
+        return [f"delivery {delivery['key']} has no owner"]
     state = "pending" if delivery["state"] == "sending" else delivery["state"]
     if owner["announced"] != state:
         wrong.append(f"delivery {delivery['key']} is {delivery['state']}, its {kind} {owner['announced']}")
     entry_run = snapshot.run(delivery["entry_run"])
     if entry_run is None or entry_run["session"] != delivery["session"]:
-        wrong.append(f"the words of {delivery['key']} stand nowhere")
+        wrong.append(f"the text of {delivery['key']} is in no transcript")
     elif state != "pending" and entry_run["state"] != "ok":
-        wrong.append(f"{delivery['key']} is {state} before its words are in the transcript")
+        wrong.append(f"{delivery['key']} is {state} before its text is in the transcript")
     return wrong
 
 
@@ -205,7 +205,7 @@ def _orphans(snapshot: StoreSnapshot) -> list[str]:
                 wrong.append(f"{run['id']} is of no {kind}")
     reported = {f"note:{task['id']}" for task in snapshot.tasks}
     wrong += [
-        f"{run['id']} tells of nothing"
+        f"{run['id']} reports no task"
         for run in snapshot.runs
         if run["origin"] == "note" and run["id"] not in reported
     ]
@@ -213,16 +213,18 @@ def _orphans(snapshot: StoreSnapshot) -> list[str]:
 
 
 def _chains(snapshot: StoreSnapshot) -> list[str]:
-    """A chain has as many runs as it says. Those of a deleted child count on."""
+    """A chain counts its runs, including those of deleted children."""
     counted = Counter(run["chain"] for run in snapshot.runs if run["chain"] is not None)
     for task in (task for task in snapshot.tasks if _deleted(snapshot, task)):
         counted[task["chain"]] += 2 if task["outcome"] == "ok" and task["announced"] != "none" else 1
-    said = {chain["id"]: chain["runs"] for chain in snapshot.chains}
-    return [] if said == dict(counted) else [f"the chains say {said}, and there are {dict(counted)}"]
+    recorded = {chain["id"]: chain["runs"] for chain in snapshot.chains}
+    return (
+        [] if recorded == dict(counted) else [f"the chains record {recorded}, but there are {dict(counted)}"]
+    )
 
 
 def _posts(snapshot: StoreSnapshot) -> list[str]:
-    """Words outside: once if they are delivered, once at most if nobody knows, never before they are sent."""
+    """External posts: once if delivered, at most once if ambiguous, never before an attempt."""
     wrong: list[str] = []
     for channel in KEYED, UNKEYED:
         for delivery in snapshot.deliveries:
@@ -233,7 +235,5 @@ def _posts(snapshot: StoreSnapshot) -> list[str]:
             if not (delivery["state"] == "delivered") <= times <= most:
                 wrong.append(f"{delivery['key']} is {delivery['state']} and was posted {times} times")
         known = {delivery["key"] for delivery in snapshot.deliveries}
-        wrong += [
-            f"{key} was posted, and nobody knows of it" for key in snapshot.posts[channel].keys() - known
-        ]
+        wrong += [f"{key} was posted without a delivery" for key in snapshot.posts[channel].keys() - known]
     return wrong

@@ -1,10 +1,10 @@
 """The real `antiphon store migrate`, in processes that kill themselves around their commits.
 
-    PYTHONPATH=tests python tests/moving.py ARGUMENT…
+    PYTHONPATH=tests python tests/support/killed_migration.py ARGUMENT…
 
-It has imported everything and forks a life for each line it reads: at how many calls around a COMMIT that life sends
-itself SIGKILL, or 0 if it is to come to its end. It answers with how the life ended and how many calls there were.
-Batches are small, so that there are many of them.
+It imports everything once and forks a process for each line it reads: the number of calls around a COMMIT after which
+that process kills itself, or 0 to let it finish. It prints the exit code and the number of calls. Batches are small, so
+that there are many.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from antiphon.store.postgres.copy_target import CopyTarget
 from antiphon.store.sqlite import copy_source
 
 BATCH_ROWS = 3
-PROCESS_TIMEOUT_SECONDS = 60  # seconds that one life may take; then the alarm kills it and the test fails
+PROCESS_TIMEOUT_SECONDS = 60  # for one process; then the alarm kills it and the test fails
 
 
 class Killer:
@@ -49,7 +49,10 @@ def run_migration(at: int) -> int:
 
 
 def fork(at: int) -> int:
-    """How a new process ended. It leaves by `_exit`, for it must not go on reading its parent's input."""
+    """Run a migration in a child process; return its exit code.
+
+    The child leaves by `_exit`, because it must not read its parent's input.
+    """
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -1,9 +1,9 @@
-"""A model provider on the loopback: real HTTP, scripted answers, strict about what it is sent.
+"""A model provider on the loopback: real HTTP, scripted answers, strict validation of requests.
 
 It speaks OpenAI chat completions (streamed or not), OpenAI responses (streamed) and Anthropic messages
-(streamed). Every request is recorded and checked the way the strictest real providers do; what they would
-refuse is refused with a body like theirs. It is plain ASGI, so it also runs without a socket under
-`httpx2.ASGITransport(app=provider)`, and alone: `python tests/providers.py --port 0` prints its port.
+(streamed). Every request is recorded and validated like the strictest real providers do, and refused
+with a body like theirs. It is plain ASGI, so it also runs without a socket under
+`httpx2.ASGITransport(app=provider)`, and alone: `python tests/support/model_provider.py --port 0` prints its port.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Answer:
     calls: tuple[Call, ...] = ()
     tokens: Tokens | None = Tokens()
     model: str | None = None
-    """What answered, as reported; None repeats what was asked for."""
+    """The reported model; None repeats the requested one."""
     finish: str | None = None
-    """In the words of the API; None is what fits the content."""
+    """The finish reason of the API; None derives it from the content."""
     refusal: str | None = None
     cut_after: int | None = None
     """Close the connection after this many frames, in the middle of the answer."""
@@ -187,7 +187,7 @@ async def serve_asgi(app: Any) -> AsyncGenerator[str]:
 
 
 class _Server(uvicorn.Server):
-    """Runs inside somebody else's loop: no signal handlers, and it says when it listens."""
+    """Runs inside an existing loop: installs no signal handlers, and sets `ready` when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -1,7 +1,7 @@
-"""What sessions say to each other in a plan, and what must come of it: data, as in `scenario`.
+"""Planned sends and spawns with their expected outcomes, as data like `scenario`.
 
-The rehearsal model says what follows `say`, so each `say` in front of the words is one more turn in which they are
-passed on; what is not told to say anything ends the conversation with REPLY_SKIP.
+The rehearsal model answers with what follows `say`, so each `say` before a text passes it on for one more turn; a text
+without `say` ends the conversation with REPLY_SKIP.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 HELPER = "agent:helper:main"
-KEYED, UNKEYED = "keyed", "unkeyed"  # channels outside; the first one honours keys
-ATTEMPTS = ".attempts"  # beside what was posted there: what was to be posted
-POSTING, POSTED = "posting", "posted"  # moments between claiming a delivery and settling it
-TURNS = 5  # of reply-back, as the configuration has it
+KEYED, UNKEYED = "keyed", "unkeyed"  # external channels; the first one honours keys
+ATTEMPTS = ".attempts"  # suffix of the file with attempted posts
+POSTING, POSTED = "posting", "posted"  # points between claiming a delivery and settling it
+TURNS = 5  # reply-back turns in the configuration
 SKIP = "REPLY_SKIP"
-WOKEN = "Their reports are in."  # what the rehearsal model says when it is woken
+WOKEN = "Their reports are in."  # answer of the rehearsal model when it is woken
 YIELDED = "Turn yielded."
 
 Ending = Literal["ok", "skip", "fail", "nothing"]
@@ -30,13 +30,13 @@ class PlannedSend:
     message: str
     wait: bool
     replies: tuple[str, ...]
-    """What was said in turn: by the target, by the requester, and so on. Empty if the target failed."""
+    """Replies of the target, the requester, and so on in turn. Empty if the target failed."""
     announced: str
-    """How the exchange ends."""
+    """Expected outcome of the announcement."""
     body: str | None
-    """What the target's chat is told, if anything."""
+    """Text posted in the target's chat, if any."""
     key: str | None = None
-    """Under which it is the same message, however often it is sent."""
+    """Idempotency key."""
 
     @property
     def call(self) -> str:
@@ -61,7 +61,7 @@ class PlannedSend:
 def plan_send(
     key: str, *, says: int, wait: bool, announced: str = "delivered", to: str = HELPER
 ) -> PlannedSend:
-    """Words that are passed on `says - 1` times; with 0 the target fails."""
+    """Plan a send whose text is passed on `says - 1` times; with 0 the target fails."""
     if says == 0:
         return PlannedSend(to, f"fail {key}", wait, (), "run_failed", None)
     words = f"wörtlich  {key} ✓"
@@ -74,7 +74,7 @@ def plan_send(
 
 
 def plan_announced_send(key: str, channel: str) -> PlannedSend:
-    """To a group whose chat is outside."""
+    """Plan a send to a group on an external channel."""
     return plan_send(key, says=1, wait=True, to=f"agent:helper:{channel}:group:room")
 
 
@@ -88,11 +88,11 @@ class PlannedSpawn:
     cleanup: str
     outcome: str
     result: str | None
-    """Of one that is woken, it is what it says then."""
+    """For a sub-agent that is woken, its answer then."""
     announced: str
-    """How the task ends."""
+    """Expected outcome of the announcement."""
     body: str | None
-    """How the report begins, if there is one."""
+    """Beginning of the report, if any."""
     spawns: tuple[PlannedSpawn, ...] = ()
     wakes: int = 0
 
@@ -108,7 +108,7 @@ class PlannedSpawn:
 
 
 _ENDINGS: dict[Ending, tuple[str, str, str | None, str | None]] = {
-    # The task's script, its outcome, its result and the beginning of the report.
+    # Script, outcome, result, and beginning of the report of the task.
     "ok": (
         "say result {key}\nannounce worded {key}",
         "ok",
@@ -133,7 +133,7 @@ def plan_spawn(
 
 
 def plan_nested_spawn(key: str, announce: str = "channel") -> PlannedSpawn:
-    """A sub-agent that waits for its own, which reports to its chat or only to itself."""
+    """Plan a sub-agent that waits for its own sub-agent."""
     below = plan_spawn(f"{key}-below", announce=announce)
     task = f"{below.call}\ncall sessions_yield {{}}\nannounce above {key}"
     body = f"Status: ok\nResult: above {key}"

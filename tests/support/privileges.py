@@ -1,4 +1,4 @@
-"""What the system does not let everybody do."""
+"""Tests without the privileges of root."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Generator
 from concurrent.futures import thread
 from contextlib import contextmanager
 
-assert thread, "else imported at its first use, and nobody may read Python's own files"
+assert thread, "imported now: as another user, Python's own files may not be readable"
 
 
 @contextmanager
 def drop_privileges() -> Generator[None]:
-    """Root may write everywhere, so a test run as root becomes nobody for a while."""
+    """Run the block as the user nobody if the test runs as root, which may write everywhere."""
     if os.geteuid() != 0:
         yield
         return

@@ -1,13 +1,13 @@
-"""Fifty agents that write to each other and spawn each other at random, in a real process that is killed.
+"""Fifty agents that message and spawn each other at random, in a real process that is killed.
 
-    PYTHONPATH=tests python tests/chaos/society.py <state-dir> <seed> [<url> <password-file>]
+    PYTHONPATH=tests python tests/support/random_agents.py <state-dir> <seed> [<url> <password-file>]
 
-It has imported everything and forks a life for each line it reads: at how many calls around a COMMIT that life sends
-itself SIGKILL, or nothing if it is to work everything off. It answers with how the life ended. Each life submits the
+It imports everything once and forks a process for each line it reads: the number of calls around a COMMIT after which
+that process kills itself, or an empty line to let it finish all work. It prints the exit code. Each process submits the
 whole plan again under the same keys.
 
-What the agents do is in their messages, as scripts for the rehearsal model; a message to another agent is a script as
-well. Every script has a number that no other has, so that each can be found wherever it went.
+Messages are scripts for the rehearsal model, and so are the messages that they send to other agents. Every script has a
+unique number, so that it can be found wherever it went.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from antiphon.operations import IncomingMessage, Operations
 from chaos.killer import DatabaseLocation, Killer
 
 AGENT_COUNT = 50
-MESSAGES_PER_AGENT = 2  # messages that a person sends to each of them
-SCRIPT_DEPTH = 2  # of scripts within scripts
-PROCESS_TIMEOUT_SECONDS = 100  # seconds that one life may take; then the alarm kills it and the test fails
+MESSAGES_PER_AGENT = 2  # messages from a person
+SCRIPT_DEPTH = 2  # nesting of scripts in scripts
+PROCESS_TIMEOUT_SECONDS = 100  # for one process; then the alarm kills it and the test fails
 OPERATOR = Caller.operator()
 AGENTS = [f"a{number:02}" for number in range(AGENT_COUNT)]
 SETTINGS = {
@@ -50,7 +50,7 @@ SETTINGS = {
 }
 CONFIG = Config.model_validate(SETTINGS)
 
-# --- what they do ---
+# --- the plan ---
 
 
 class Planned(NamedTuple):
@@ -60,7 +60,7 @@ class Planned(NamedTuple):
 
 
 def plan_messages(seed: int) -> list[Planned]:
-    """The first word to each of them, in any order."""
+    """Plan the first messages to all agents, in random order."""
     rng = random.Random(seed)
     numbers = itertools.count(1)
     agents = rng.sample(AGENTS * MESSAGES_PER_AGENT, AGENT_COUNT * MESSAGES_PER_AGENT)
@@ -77,7 +77,7 @@ def get_main_key(agent: str) -> str:
 def make_script(rng: random.Random, numbers: Iterator[int], depth: int, *, sent: bool = False) -> str:
     number = next(numbers)
     lines = [_call(rng, numbers, depth - 1) for _ in range(rng.choice([1, 1, 2]) if depth else 0)]
-    # Not in the middle of an exchange: see the test of who yields when it was woken already.
+    # Not during an exchange: see the test of a session that yields when it was already woken.
     if depth and not sent and rng.random() < 0.2:
         lines.append("call sessions_yield {}")
     if rng.random() < 0.2:
@@ -104,7 +104,7 @@ def _call(rng: random.Random, numbers: Iterator[int], depth: int) -> str:
     return f"call sessions_spawn {json.dumps(arguments)}"
 
 
-# --- a life ---
+# --- one process ---
 
 
 async def run_agents(
@@ -124,17 +124,20 @@ async def _submit(operations: Operations, planned: list[Planned]) -> None:
         await operations.submit(OPERATOR, IncomingMessage(session=session, content=text, idempotency_key=key))
 
 
-def fork(life: Coroutine[Any, Any, None]) -> int:
-    """How a new process ended. It leaves by `_exit`, for it must not go on reading its parent's input."""
+def fork(work: Coroutine[Any, Any, None]) -> int:
+    """Run a coroutine in a child process; return its exit code.
+
+    The child leaves by `_exit`, because it must not read its parent's input.
+    """
     child = os.fork()
     if child:
-        life.close()
+        work.close()
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     signal.alarm(PROCESS_TIMEOUT_SECONDS)
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
     code = 1
     try:
-        asyncio.run(life)
+        asyncio.run(work)
         code = 0
     except BaseException:  # noqa: BLE001 - nothing may leave this frame
         traceback.print_exc()
@@ -142,10 +145,10 @@ def fork(life: Coroutine[Any, Any, None]) -> int:
     os._exit(code)
 
 
-def fork_for_each_line(live: Callable[[int | None], Coroutine[Any, Any, None]]) -> None:
-    """A life for each line that is read."""
+def fork_for_each_line(start: Callable[[int | None], Coroutine[Any, Any, None]]) -> None:
+    """Fork a process for each line of standard input."""
     for line in sys.stdin:
-        code = fork(live(int(line) if line.strip() else None))
+        code = fork(start(int(line) if line.strip() else None))
         os.write(1, f"{code}\n".encode())
 
 

@@ -1,9 +1,9 @@
 """Agents that send, spawn, steer and yield at random while an operator aborts, resets and deletes, and kill -9 strikes.
 
-    PYTHONPATH=tests python tests/chaos/upheaval.py <state-dir> <seed> [<url> <password-file>]
+    PYTHONPATH=tests python tests/support/random_disruptions.py <state-dir> <seed> [<url> <password-file>]
 
-As `society`, it forks a life for each line it reads, which says at how many calls around a COMMIT it kills itself.
-What the sweeper had to settle, because nothing else would have, is written to the file `SWEPT`.
+Like `random_agents`, it forks a process for each line it reads, the number of calls around a COMMIT after which the
+process kills itself. What only the sweeper settled is written to the file `SWEPT`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXTRA = [f"agent:{agent}:dashboard:extra" for agent in AGENTS[:4]]
 """Sessions that can be deleted, which main sessions cannot."""
 SESSIONS = [*map(get_main_key, AGENTS), *EXTRA]
 MESSAGES = 24
-DISTURBANCES = 18  # of one life
+DISRUPTIONS = 18  # in one process
 MAX_COMMITS_BETWEEN = 12
 MAX_SECONDS_BETWEEN = 0.3
 SWEPT = "swept.txt"
@@ -62,7 +62,7 @@ def plan_messages(seed: int) -> list[Planned]:
 
 
 def pick_session(rng: random.Random) -> str:
-    """Often one of few, so that several who wait meet there."""
+    """Pick a session, often one of two, so that several senders wait for the same one."""
     return rng.choice(SESSIONS[:2] if rng.random() < 0.5 else SESSIONS)
 
 
@@ -88,7 +88,7 @@ def make_script(rng: random.Random, numbers: Iterator[int], depth: int) -> str:
 
 
 def _delegation(rng: random.Random, number: int) -> str:
-    """Has a sub-agent do it, waits for that, and answers then."""
+    """Make a script that spawns a sub-agent, waits for it, and answers."""
     task = {
         "task": f"slow {rng.choice([0.05, 0.3, 0.6])}\nsay done",
         "announce": rng.choice(["parent", "none"]),
@@ -116,27 +116,27 @@ def _call(rng: random.Random, numbers: Iterator[int], depth: int) -> str:
     )
 
 
-# --- a life ---
+# --- one process ---
 
 
 class RandomDisruptions:
-    """What an operator does meanwhile. Refusals are part of it; a wait that does not end is not."""
+    """Random actions of an operator. They may be refused, but must end."""
 
     def __init__(self, operations: Operations, killer: Killer, rng: random.Random) -> None:
         self._operations = operations
         self._killer = killer
         self._rng = rng
         self._numbers = itertools.count(rng.randrange(10**9))
-        self._asked: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
-        for _ in range(DISTURBANCES):
-            self._asked.append(asyncio.create_task(self._once(self._next())))
-            await self._go_on()
-        await asyncio.gather(*self._asked)
+        for _ in range(DISRUPTIONS):
+            self._tasks.append(asyncio.create_task(self._run(self._pick_action())))
+            await self._wait_for_commits()
+        await asyncio.gather(*self._tasks)
 
-    async def _go_on(self) -> None:
-        """Some commits later, or when nothing is committed any more."""
+    async def _wait_for_commits(self) -> None:
+        """Wait for some commits, or until nothing is committed any more."""
         count = self._killer.count + 2 * self._rng.randrange(MAX_COMMITS_BETWEEN)
 
         async def reached() -> bool:
@@ -145,11 +145,11 @@ class RandomDisruptions:
         with suppress(TimeoutError):
             await self._killer.until(reached, MAX_SECONDS_BETWEEN)
 
-    async def _once(self, act: Callable[[], Awaitable[object]]) -> None:
+    async def _run(self, act: Callable[[], Awaitable[object]]) -> None:
         with suppress(AntiphonError):
             await act()
 
-    def _next(self) -> Callable[[], Awaitable[object]]:
+    def _pick_action(self) -> Callable[[], Awaitable[object]]:
         operations, rng = self._operations, self._rng
         session = pick_session(rng)
         text = make_script(rng, self._numbers, 1)
@@ -203,13 +203,13 @@ async def run_disrupted_agents(
 
 
 async def _record_swept(
-    path: Path, mend: Callable[[Tx, int], Awaitable[Effects]], tx: Tx, now: int
+    path: Path, settle: Callable[[Tx, int], Awaitable[Effects]], tx: Tx, now: int
 ) -> Effects:
     astray = [*await tx.all(exchanges.SQL.stalled), *await tx.all(subagents.SQL.stalled)]
     with path.open("a") as file:
         for row in astray:
             file.write(f"{row['id']} in phase {row['phase']} at run {row['current']}\n")
-    return await mend(tx, now)
+    return await settle(tx, now)
 
 
 def main() -> None:

@@ -1,8 +1,7 @@
-"""Three replicas of one house for tests: real processes on a real PostgreSQL and a real NATS, asked over pipes.
+"""Three replicas of one gateway: real processes on a real PostgreSQL and a real NATS, controlled over pipes.
 
-A `ReplicaProcess` is one of them, which can be killed, paused, told to leave and started again; the `ReplicaSet` is
-all of them with their servers. What a client would do is here, too: it asks another one when the one it asked is gone,
-under the same key.
+A `ReplicaProcess` can be killed, paused, stopped and started again; a `ReplicaSet` has all of them and their servers.
+`ask_until_done` does what a client would: if a replica is gone, it asks another one with the same key.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from support.app_fixture import DATABASE
 
 ACK_WAIT = 2.0
 BOUND = 30.0
-START_TIMEOUT_SECONDS = 90.0  # seconds of a start beside others, on a machine that does other things, too
-POLL_SECONDS = 0.05  # seconds after which a condition is looked at again though nothing was heard
+START_TIMEOUT_SECONDS = 90.0  # for a start beside others, on a busy machine
+POLL_SECONDS = 0.05  # after which a condition is checked again without news
 HERE = Path(__file__).parents[1] / "cluster"
 Facts = dict[str, Any]
 
@@ -42,7 +41,7 @@ class ReplicaGone(Exception):
 
 
 class ReplicaRefused(Exception):
-    """What a replica said instead of doing it."""
+    """The replica refused the request."""
 
     def __init__(self, text: str, code: str) -> None:
         super().__init__(text)
@@ -50,20 +49,20 @@ class ReplicaRefused(Exception):
 
 
 class ReplicaProcess:
-    """One replica. It keeps its directory when it is started again."""
+    """One replica, which keeps its directory across restarts."""
 
-    def __init__(self, name: str, home: Path, settings: Facts, heard: Callable[[], None]) -> None:
+    def __init__(self, name: str, home: Path, settings: Facts, on_news: Callable[[], None]) -> None:
         self.name = name
         self.url = ""
         self.pid = 0
         self.skew = 0.0
         self.log = home / f"{name}.log"
         self.reports: list[Facts] = []
-        """What it said of its own accord."""
+        """Messages that are not answers."""
         self._home = home
         self._settings = home / f"{name}.json"
         self._settings.write_text(json.dumps(settings))
-        self._heard = heard
+        self._on_news = on_news
         self._process: Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
@@ -75,10 +74,10 @@ class ReplicaProcess:
     def alive(self) -> bool:
         return self._up.is_set()
 
-    # --- its life ---
+    # --- start and stop ---
 
     async def start(self, skew: float = 0.0) -> None:
-        """Returns when it can be asked."""
+        """Start the process, and wait until it answers."""
         self.skew = skew
         script = ["skewed.py", str(skew)] if skew else ["replica.py"]
         path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
@@ -98,7 +97,6 @@ class ReplicaProcess:
         assert self.alive, f"{self.name} did not start: {self.read_log()[-2000:]}"
 
     def read_log(self) -> str:
-        """Its log."""
         return self.log.read_text() if self.log.exists() else ""
 
     def signal(self, number: signal.Signals) -> None:
@@ -116,7 +114,7 @@ class ReplicaProcess:
         await self.wait_for_exit()
 
     async def leave(self) -> int:
-        """In good order; how it ended."""
+        """Stop with SIGTERM; return the exit code."""
         self.resume()
         self.signal(signal.SIGTERM)
         return await self.wait_for_exit()
@@ -128,10 +126,10 @@ class ReplicaProcess:
             await asyncio.wait({self._reading})
             return await self._process.wait()
 
-    # --- asking ---
+    # --- requests ---
 
     async def ask(self, do: str, within: float = BOUND, **given: Any) -> Any:
-        """Raises `ReplicaGone` or `ReplicaRefused`."""
+        """Send a request and wait for the answer; raises `ReplicaGone` or `ReplicaRefused`."""
         async with asyncio.timeout(within):
             return await self._send(next(self._numbers), do, given)
 
@@ -146,13 +144,13 @@ class ReplicaProcess:
             self._answers.pop(number, None)
 
     def begin(self, do: str, **given: Any) -> None:
-        """Ask for something that has no end; it is told as it comes (`told`)."""
+        """Send a request without an answer; its results arrive in `reports`."""
         assert self._process is not None and self._process.stdin is not None
         request = {"id": next(self._numbers), "do": do, **given}
         self._process.stdin.write(f"{json.dumps(request)}\n".encode())
 
     async def follow(self, session: str, after: int) -> AsyncGenerator[Facts]:
-        """Entries of a session, until this process is gone."""
+        """Yield the entries of a session until this process is gone."""
         number = next(self._numbers)
         feed = self._feeds[number] = asyncio.Queue[Facts | None]()
         following = asyncio.create_task(self._send(number, "follow", {"session": session, "after": after}))
@@ -170,17 +168,17 @@ class ReplicaProcess:
         assert process.stdout is not None
         with suppress(ValueError):
             while line := await process.stdout.readline():
-                self._hear(json.loads(line))
-                self._heard()
+                self._handle(json.loads(line))
+                self._on_news()
         self._up.clear()
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(ReplicaGone(self.name))
         if process.stdin is not None:
             process.stdin.close()
-        self._heard()
+        self._on_news()
 
-    def _hear(self, fact: Facts) -> None:
+    def _handle(self, fact: Facts) -> None:
         if "up" in fact:
             self.url = fact["up"]
             self._up.set()
@@ -208,20 +206,20 @@ class ReplicaSet:
     nats: NatsServer
     replicas: list[ReplicaProcess]
     store_proxy: Proxy
-    """Between the last voice and PostgreSQL."""
+    """Between the last replica and PostgreSQL."""
     bus_proxy: Proxy
-    """Between the last voice and NATS."""
+    """Between the last replica and NATS."""
     rng: random.Random
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     tally: Counter[str] = field(default_factory=Counter[str])
-    """What happened, for the report."""
+    """Counts for the report."""
     refused: Counter[str] = field(default_factory=Counter[str])
-    """By code, what clients were told before they tried again."""
+    """Refusals by code, after which clients tried again."""
 
-    def heard(self) -> None:
+    def notify(self) -> None:
         self.changed.set()
 
-    # --- looking ---
+    # --- reading ---
 
     def rows(self, sql: str, *params: object) -> list[Facts]:
         return self.postgres.rows(self.home / DATABASE, sql, *params)
@@ -230,14 +228,14 @@ class ReplicaSet:
         return await asyncio.to_thread(self.rows, sql, *params)
 
     async def wait_for_news(self) -> None:
-        """Until a replica says something, and not for long."""
+        """Wait until a replica sends something, for a short time at most."""
         self.changed.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(POLL_SECONDS):
                 await self.changed.wait()
 
     async def until(self, true: Callable[[], bool], seconds: float = BOUND, *, what: str = "") -> None:
-        """Looked at whenever a replica says something, and now and then."""
+        """Wait for a condition, checked whenever a replica sends something and periodically."""
         try:
             async with asyncio.timeout(seconds):
                 while not await asyncio.to_thread(true):
@@ -246,7 +244,7 @@ class ReplicaSet:
             raise AssertionError(f"not in {seconds} s: {what or true}") from None
 
     async def until_rows(self, sql: str, *params: object, seconds: float = BOUND) -> list[Facts]:
-        """Until there are some."""
+        """Wait until the query returns rows."""
         found: list[Facts] = []
 
         def look() -> bool:
@@ -257,25 +255,25 @@ class ReplicaSet:
         return found
 
     async def owner_of(self, run: str, seconds: float = BOUND) -> ReplicaProcess:
-        """Who plays it."""
+        """Wait until a replica has claimed the run; return it."""
         sql = "SELECT o.name FROM runs r JOIN owners o ON o.id = r.owner WHERE r.id = $1 AND r.state = 'running'"
         (row,) = await self.until_rows(sql, run, seconds=seconds)
         return next(replica for replica in self.replicas if row["name"].endswith(f":{replica.pid}"))
 
-    # --- as a client does it ---
+    # --- as a client ---
 
     def pick_replica(self, besides: ReplicaProcess | None = None) -> ReplicaProcess | None:
         able = [replica for replica in self.replicas if replica.alive and replica is not besides]
         return self.rng.choice(able) if able else None
 
-    async def ask_until_done(self, do: str, within: float = 90.0, patience: float = 3.0, **given: Any) -> Any:
-        """Ask one after the other until one has done it. Whoever does not answer for `patience` seconds is left."""
+    async def ask_until_done(self, do: str, within: float = 90.0, timeout: float = 3.0, **given: Any) -> Any:
+        """Ask one replica after the other until one succeeds; give up on each after `timeout` seconds."""
         async with asyncio.timeout(within):
             while True:
                 replica = self.pick_replica()
                 if replica is not None:
                     try:
-                        return await replica.ask(do, patience, **given)
+                        return await replica.ask(do, timeout, **given)
                     except (ReplicaGone, TimeoutError):
                         pass
                     except ReplicaRefused as error:
@@ -283,7 +281,7 @@ class ReplicaSet:
                 await self.wait_for_news()
 
     async def wait_for_run_end(self, run: str, seconds: float = 90.0) -> Facts:
-        """A run's end, from whoever is there."""
+        """Wait for the end of a run, asking any replica."""
         async with asyncio.timeout(seconds):
             while True:
                 view = await self.ask_until_done("wait", seconds, 10.0, run=run, seconds=5.0)
@@ -291,10 +289,10 @@ class ReplicaSet:
                     return view
 
     def count(self) -> None:
-        said = "".join(replica.read_log() for replica in self.replicas)
+        log = "".join(replica.read_log() for replica in self.replicas)
         self.tally["runs"] = len(self.rows("SELECT n FROM runs"))
-        self.tally["taken up"] = said.count("is carried on where it was interrupted")
-        self.tally["fenced"] = said.count("was taken over")
+        self.tally["taken up"] = log.count("is carried on where it was interrupted")
+        self.tally["fenced"] = log.count("was taken over")
 
 
 def make_replica_settings(url: str, secret: Path, bus: str, more: Facts) -> Facts:
@@ -318,9 +316,9 @@ async def open_replica_set(
     seed: int = 0,
     **more: Any,
 ) -> AsyncGenerator[ReplicaSet]:
-    """All of them singing; killed when the context is left, if they have not left before.
+    """Start all replicas; they are killed when the block is left.
 
-    `more` are sections of the configuration, and `patience`, which is the engine's.
+    `more` are sections of the configuration, and `timings` of the engine.
     """
     await asyncio.to_thread(home.mkdir, exist_ok=True)
     async with AsyncExitStack() as stack:
@@ -338,7 +336,7 @@ async def open_replica_set(
                 url = url.replace(f":{postgres.port}/", f":{store_proxy.port}/")
                 bus_url = f"nats://127.0.0.1:{bus_proxy.port}"
             settings = make_replica_settings(url, postgres.secret, bus_url, more)
-            made.replicas.append(ReplicaProcess(f"r{number}", home, settings, made.heard))
+            made.replicas.append(ReplicaProcess(f"r{number}", home, settings, made.notify))
             stack.push_async_callback(made.replicas[-1].kill)
         await asyncio.gather(*(replica.start() for replica in made.replicas))
         yield made

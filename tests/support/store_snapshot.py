@@ -1,4 +1,4 @@
-"""What the checker of the crash suite reads: raw rows and JSON, nothing of Antiphon."""
+"""Everything in a store as raw rows and JSON, read without Antiphon; the input of the crash suite's checkers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.databases import chosen
 from support.planned_exchanges import KEYED, UNKEYED
 
 Row = dict[str, Any]
-ORDER = {
+SORT_COLUMNS = {
     "runs": "n", "sessions": "id", "usage": "id", "owners": "id", "messages": "transcript, seq", "exchanges": "n",
     "tasks": "n", "deliveries": "n", "chains": "id",
 }  # fmt: skip
@@ -33,7 +33,7 @@ class Call:
 
 
 class StoreSnapshot:
-    """Everything in the store, read at once."""
+    """All rows of the store at one moment."""
 
     def __init__(self, state_dir: Path) -> None:
         path = state_dir / DATABASE
@@ -42,7 +42,7 @@ class StoreSnapshot:
         self.sessions = tables["sessions"]
         self.usage = tables["usage"]
         self.owners = [owner for owner in tables["owners"] if owner["lease_until"]]
-        """Without those whose lease was ended because they are dead (see `harness`): they are swept some time."""
+        """Without dead owners, whose lease has ended (see `harness`); they are swept later."""
         self.messages = tables["messages"]
         self.exchanges = tables["exchanges"]
         self.tasks = tables["tasks"]
@@ -53,9 +53,9 @@ class StoreSnapshot:
         self._by_run: dict[int, list[Row]] = {}
         for message in self.messages:
             self._by_run.setdefault(message["run"], []).append(message)
-        self.notes = _lines(state_dir / NOTES)
-        self.posts = {channel: _lines(state_dir / f"{channel}.txt") for channel in (KEYED, UNKEYED)}
-        """What came of the words outside, by the keys of their deliveries."""
+        self.notes = _count_lines(state_dir / NOTES)
+        self.posts = {channel: _count_lines(state_dir / f"{channel}.txt") for channel in (KEYED, UNKEYED)}
+        """Posts on external channels, by the keys of their deliveries."""
 
     def entries(self, run: Row) -> list[Row]:
         return self._by_run.get(run["n"], [])
@@ -64,10 +64,10 @@ class StoreSnapshot:
         return next(row["key"] for row in self.sessions if row["id"] == session)
 
     def lane(self, session: Row) -> list[Row]:
-        """The runs of a session, first come, first served.
+        """The runs of a session, in order of arrival.
 
-        Two that are queued by two connections in the same moment have their numbers before either is there: then it
-        is only known in which order they were played.
+        On PostgreSQL, two connections that queue runs at the same moment get their numbers before either commit; then
+        only the order of execution is known.
         """
         runs = [run for run in self.runs if run["session"] == session["id"]]
         return sorted(runs, key=lambda run: run["first_seq"]) if chosen.postgres else runs
@@ -82,7 +82,7 @@ class StoreSnapshot:
         return next((delivery for delivery in self.deliveries if delivery["key"] == key), None)
 
     def calls(self, run: Row) -> list[Call]:
-        """The calls of a run that have their results."""
+        """Return the calls of a run that have a result."""
         entries = self.entries(run)
         results = {e["json"]["toolCallId"]: e["json"] for e in entries if e["role"] == "toolResult"}
         return [
@@ -102,28 +102,30 @@ class StoreSnapshot:
 
 
 def _sqlite(path: Path) -> tuple[str, dict[str, list[Row]]]:
-    # Read-only, so that looking neither recovers nor checkpoints what the next process must cope with.
+    # Read-only, so that reading neither recovers nor checkpoints what the next process must handle.
     connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
     connection.row_factory = sqlite3.Row
     try:
         integrity: str = connection.execute("PRAGMA integrity_check").fetchone()[0]
         # A process killed before its migrations have committed leaves a file without some tables.
-        there = {row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
+        existing = {
+            row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")
+        }
         return integrity, {
-            table: [dict(row) for row in connection.execute(_all(table))] if table in there else []
-            for table in ORDER
+            table: [dict(row) for row in connection.execute(_select_all(table))] if table in existing else []
+            for table in SORT_COLUMNS
         }
     finally:
         connection.close()
 
 
 def _postgres(server: Postgres, path: Path) -> tuple[str, dict[str, list[Row]]]:
-    return "ok", dict(zip(ORDER, server.look(path, *map(_all, ORDER)), strict=True))
+    return "ok", dict(zip(SORT_COLUMNS, server.look(path, *map(_select_all, SORT_COLUMNS)), strict=True))
 
 
-def _all(table: str) -> str:
-    return f"SELECT * FROM {table} ORDER BY {ORDER[table]}"  # noqa: S608
+def _select_all(table: str) -> str:
+    return f"SELECT * FROM {table} ORDER BY {SORT_COLUMNS[table]}"  # noqa: S608
 
 
-def _lines(path: Path) -> Counter[str]:
+def _count_lines(path: Path) -> Counter[str]:
     return Counter(path.read_text().split("\n")[:-1] if path.exists() else [])

@@ -1,4 +1,4 @@
-"""Using a session tool the way an agent does, and putting things into transcripts for it to find."""
+"""Calls session tools as an agent does, and fills transcripts for them to find."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def invoke_tool(
 ) -> ToolOutput:
     call = ToolRequest(caller=caller, run_id="run", call_id="call", arguments=arguments)
     result = await list_tools(app)[name].invoke(call)
-    assert json.loads(result.text) == result.details, "the text and the data say the same"
+    assert json.loads(result.text) == result.details, "text and data differ"
     return result
 
 
@@ -55,7 +55,7 @@ async def call_refused_tool(
 
 
 async def append_messages(app: AppFixture, row: Any, *messages: Message) -> None:
-    """Append to a session's transcript, as nobody's run."""
+    """Append messages to a session's transcript outside any run."""
     for message in messages:
         await app.store.tx(session_rows.append_note, row["id"], message, app.clock.now())
 
