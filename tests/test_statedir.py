@@ -41,7 +41,7 @@ def test_an_empty_directory_and_our_own_are_tightened(tmp_path: Path, files: dic
 
 @pytest.mark.parametrize("files", [{"notes.txt": "mine"}, {"lock": "of another program"}])
 @pytest.mark.parametrize("bits", [0o755, 0o777, 0o730])
-def test_an_open_directory_of_somebody_else_is_refused_as_it_is(
+def test_an_exposed_directory_with_other_files_is_refused_unchanged(
     tmp_path: Path, files: dict[str, str], bits: int
 ) -> None:
     place = opened(tmp_path / "place", bits, files)

@@ -903,20 +903,20 @@ async def test_half_a_character_in_the_index_costs_nothing_but_itself(tmp_path: 
 
 
 @given(st.integers(0, 253_402_300_799_999))
-def test_a_moment_survives_being_written(ms: int) -> None:
+def test_a_timestamp_survives_a_round_trip(ms: int) -> None:
     assert parse_timestamp(format_timestamp(ms)) == ms
 
 
 @pytest.mark.parametrize(
     "value", [None, True, -1, "yesterday", "1959-12-31T00:00:00Z", [], float("nan"), 253_402_300_800_000]
 )
-def test_what_is_no_moment(value: object) -> None:
+def test_invalid_timestamps_are_none(value: object) -> None:
     assert parse_timestamp(value) is None
 
 
 @pytest.mark.requirement("G21")
 @given(st.lists(st.binary(max_size=40) | st.just(entry_line("x", None, user("u"))[:-3].encode()), max_size=6))
-def test_no_line_can_stop_a_reading(lines: list[bytes]) -> None:
+def test_no_line_stops_the_reader(lines: list[bytes]) -> None:
     good = entry_line("ok", "lost", user("still here")).encode()
     reading = TranscriptReader(lambda: [*lines, good])
     assert list(reading.iterate_entries())[-1].id == "ok"

@@ -63,7 +63,7 @@ async def test_listening_begins_with_the_context_and_ends_with_it(bus: EventBus)
     bus.publish("t", event(3))
 
 
-async def test_a_process_knows_what_nobody_in_it_listens_to() -> None:
+async def test_has_listeners_is_false_without_listeners() -> None:
     """The publisher of an event that nobody wants need not build it."""
     bus = LocalBus()
     assert not bus.has_listeners("t")
@@ -82,7 +82,7 @@ async def test_a_listener_wakes_when_something_comes(bus: EventBus) -> None:
 
 
 @pytest.mark.requirement("G38")
-async def test_who_cannot_keep_up_is_told_of_the_gap_and_delays_nobody(bus: EventBus) -> None:
+async def test_a_slow_listener_gets_a_gap_and_delays_no_other(bus: EventBus) -> None:
     """Whatever is dropped, a Gap stands in its place; what follows the Gap is in order and without a hole."""
     async with bus.listen("t") as slow, bus.listen("t") as quick:
         for number in range(50):
@@ -110,7 +110,7 @@ async def test_a_wait_that_is_cancelled_takes_nothing(bus: EventBus) -> None:
         assert await listener.get(BOUND) == SessionChanged(session_key="k", reason="r")
 
 
-async def test_a_family_of_topics_is_heard_as_one_and_nothing_else_with_it(bus: EventBus) -> None:
+async def test_a_topic_family_covers_exactly_its_topics(bus: EventBus) -> None:
     async with bus.listen("session.*") as listener:
         assert bus.has_listeners("session.7")
         bus.publish("session.7", event(1))

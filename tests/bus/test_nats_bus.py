@@ -146,7 +146,7 @@ async def test_ids_of_runs_may_be_any_text(make: Make, name: str) -> None:
         assert await other.get(BOUND) == event(2)
 
 
-async def test_houses_on_one_server_do_not_hear_each_other(make: Make) -> None:
+async def test_namespaces_on_one_server_do_not_share_events(make: Make) -> None:
     a, b, stranger = await make(), await make(), await make(namespace=uuid.uuid4().hex)
     async with b.listen("sessions") as listener:
         stranger.publish("sessions", event(1))
@@ -164,7 +164,7 @@ async def test_an_event_that_is_too_large_is_a_gap(make: Make) -> None:
         assert await taken(far, 2) == [Gap(), event(2)]
 
 
-async def test_a_hole_in_the_numbers_of_a_publisher_is_a_gap(make: Make) -> None:
+async def test_a_hole_in_a_publishers_sequence_is_a_gap(make: Make) -> None:
     """Wherever between two servers it got lost."""
     a, b = await make(), await make()
     async with b.listen("session.*") as every, b.listen("session.1") as one, b.listen("sessions") as other:
@@ -178,7 +178,7 @@ async def test_a_hole_in_the_numbers_of_a_publisher_is_a_gap(make: Make) -> None
         assert await other.get(BOUND) == event(4)
 
 
-async def test_what_cannot_be_read_is_a_gap(make: Make) -> None:
+async def test_an_unreadable_event_is_a_gap(make: Make) -> None:
     a, b = await make(), await make()
     client = a._connection.client  # pyright: ignore[reportPrivateUsage]
     assert client is not None
@@ -191,9 +191,7 @@ async def test_what_cannot_be_read_is_a_gap(make: Make) -> None:
         assert await listener.get(BOUND) == event(1)
 
 
-async def test_a_publisher_that_cannot_get_rid_of_its_events_says_so(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_publisher_that_drops_events_sends_a_gap(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = await make(), await make()
     monkeypatch.setattr(module, "MAX_OUTGOING_BYTES", 2000)
     async with b.listen("session.1") as listener:
@@ -203,7 +201,7 @@ async def test_a_publisher_that_cannot_get_rid_of_its_events_says_so(
         assert Gap() in before and len(before) < 500
 
 
-async def test_after_a_loss_of_the_connection_everybody_is_told(make: Make) -> None:
+async def test_a_reconnect_delivers_a_gap_to_both_sides(make: Make) -> None:
     """Those who were away, and those who listened to them."""
     with nats_server() as server:
         a, b = await make(server.servers()), await make(server.servers())
@@ -214,7 +212,7 @@ async def test_after_a_loss_of_the_connection_everybody_is_told(make: Make) -> N
             assert Gap() in await again(a, near, b, "session.2", 8)
 
 
-async def test_a_publisher_that_was_away_alone_tells_the_others(make: Make) -> None:
+async def test_a_publisher_that_was_disconnected_sends_a_gap(make: Make) -> None:
     a, b = await make(), await make()
     async with b.listen("session.1") as listener:
         client = a._connection.client  # pyright: ignore[reportPrivateUsage]
@@ -225,7 +223,7 @@ async def test_a_publisher_that_was_away_alone_tells_the_others(make: Make) -> N
         assert await again(b, listener, a, "session.1", 2) == []
 
 
-async def test_without_a_server_the_process_hears_itself(make: Make) -> None:
+async def test_without_a_server_local_events_are_delivered(make: Make) -> None:
     with nats_server() as server:
         a, b = await make(server.servers()), await make(server.servers())
         await asyncio.to_thread(server.kill)
@@ -239,7 +237,7 @@ async def test_without_a_server_the_process_hears_itself(make: Make) -> None:
                 assert await again(b, far, a, "sessions", 2) in ([], [Gap()])
 
 
-async def test_a_listener_that_entered_while_the_connection_was_made_is_subscribed(make: Make) -> None:
+async def test_a_listener_that_enters_during_a_connect_is_subscribed(make: Make) -> None:
     a, b = await make(), await make()
     joined = b._connection._on_connected  # pyright: ignore[reportPrivateUsage]
     inside, go_on = asyncio.Event(), asyncio.Event()
@@ -260,7 +258,7 @@ async def test_a_listener_that_entered_while_the_connection_was_made_is_subscrib
         assert await listener.get(BOUND) == event(1)
 
 
-async def test_nothing_is_left_when_the_last_listener_leaves(make: Make) -> None:
+async def test_the_last_listener_removes_the_subscription(make: Make) -> None:
     a = await make()
     client = a._connection.client  # pyright: ignore[reportPrivateUsage]
     assert client is not None

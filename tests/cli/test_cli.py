@@ -627,13 +627,13 @@ async def test_a_directory_that_may_not_be_entered_is_a_finding_among_others(ope
     with drop_privileges():
         found = {finding.check: finding for finding in await run_checks(paths)}
         beside = {finding.check: finding for finding in check_gateways(paths.state_dir, Config())}
-        with pytest.raises(StoreError, match="cannot be looked into"):
+        with pytest.raises(StoreError, match="could not be read"):
             list(find_local_gateways(paths.state_dir))
-        with pytest.raises(StoreError, match="cannot be looked into"):
+        with pytest.raises(StoreError, match="could not be read"):
             async with open_store_readonly(Config(), paths.state_dir):
                 pass
     assert found["state"].level == "fail"
-    assert "cannot be looked into (Permission denied)" in found["state"].what
+    assert "could not be read (Permission denied)" in found["state"].what
     assert (found["config"].level, found["disk"].check, found["models"].level) == ("ok", "disk", "warn")
     assert beside["gateway"].level == "warn"
     assert "port" in beside
@@ -659,7 +659,7 @@ async def test_the_doctor_knows_where_nothing_can_be_kept(open_path: Path) -> No
         level, what = await state(closed / "a" / "b")
         assert level == "fail" and what.endswith(f"cannot be made in {str(closed)!r}.")
     level, what = await state(shared)
-    assert level == "fail" and "holds other things" in what
+    assert level == "fail" and "contains other files" in what
     shared.chmod(0o733)
     with drop_privileges():
         assert (await state(shared))[0] == "fail"

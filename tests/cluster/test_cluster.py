@@ -72,7 +72,9 @@ def report(load: Load, wind: FaultInjector, seed: int, seconds: float) -> str:
 
 @pytest.mark.requirement("G1", "G2", "G3", "G5", "G9", "G13", "G38", "S4", "S5", "S6", "S9", "P4", "P5")
 @pytest.mark.timeout(240)
-async def test_all_weathers(tmp_path: Path, postgres: Postgres, record_property: Record) -> None:
+async def test_random_faults_lose_and_repeat_nothing(
+    tmp_path: Path, postgres: Postgres, record_property: Record
+) -> None:
     began = monotonic()
     load, wind = await suffer(tmp_path / "weather", postgres, 1, len(KINDS))
     assert {fault.kind for fault in wind.done} == set(KINDS)
@@ -98,7 +100,7 @@ TAMPERED = {
 """What is then found, what is changed, and how it is undone."""
 
 
-async def test_what_is_checked_can_fail(tmp_path: Path, postgres: Postgres) -> None:
+async def test_the_invariant_checks_can_fail(tmp_path: Path, postgres: Postgres) -> None:
     """A database in which one thing is wrong does not pass."""
     session = "agent:main:direct:s0"
     texts = [Planned(f"m{number}", session, f"say {number}", "ok", 1) for number in range(2)]
@@ -114,14 +116,14 @@ async def test_what_is_checked_can_fail(tmp_path: Path, postgres: Postgres) -> N
         assert load.wrong() == []
 
 
-def test_a_forecast_is_the_same_for_the_same_seed() -> None:
+def test_a_fault_plan_is_the_same_for_the_same_seed() -> None:
     assert plan_faults(3, 40) == plan_faults(3, 40) != plan_faults(4, 40)
     assert {fault.kind for fault in plan_faults(3, len(KINDS))} == set(KINDS)
 
 
 @pytest.mark.requirement("G1", "G2", "G3", "G5", "G9", "G13", "G38", "S4", "S5", "S6", "S9", "P4", "P5")
 @pytest.mark.timeout(0)
-async def test_a_storm(
+async def test_a_long_run_of_random_faults(
     tmp_path: Path, postgres: Postgres, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Round after round, each with a house of its own, so that what is wrong can still be looked through."""

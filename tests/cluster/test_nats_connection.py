@@ -76,7 +76,7 @@ async def test_a_token() -> None:
         assert "does not accept" in await refused(server.servers(token="s3cret2"))
 
 
-async def test_what_is_secret_is_not_shown() -> None:
+async def test_secrets_are_not_shown() -> None:
     servers = NatsServers(url="nats://u:s3cret@a:1, nats://s3cret@b:2", password="s3cret", token="s3cret")
     assert servers.format_without_secrets() == "nats://a:1, nats://b:2"
     assert "s3cret" not in repr(servers).replace(servers.url, "")
@@ -94,12 +94,12 @@ async def test_what_is_secret_is_not_shown() -> None:
         "nats://a:99999",
     ],
 )
-async def test_what_is_no_address(url: str) -> None:
+async def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"is not the address of a NATS server\. Write bus\.url as"):
         await connect(NatsServers(url=url))
 
 
-async def test_nobody_there() -> None:
+async def test_an_unreachable_server_is_reported() -> None:
     (port,) = free_ports(1)
     told = await refused(NatsServers(url=f"nats://127.0.0.1:{port}"))
     assert f"nats://127.0.0.1:{port} cannot be reached" in told and told.endswith(
@@ -108,7 +108,7 @@ async def test_nobody_there() -> None:
     assert "cannot be reached" in await refused(NatsServers(url="nats://nobody.invalid:4222"))
 
 
-async def test_a_server_that_is_late_is_waited_for() -> None:
+async def test_start_waits_for_a_late_server() -> None:
     with nats_server() as server:
         await asyncio.to_thread(server.kill)
         connecting = asyncio.create_task(connect(server.servers(), timeout=BOUND))
@@ -117,7 +117,7 @@ async def test_a_server_that_is_late_is_waited_for() -> None:
         await asyncio.wait_for(connecting, BOUND)
 
 
-async def test_somebody_else_there() -> None:
+async def test_a_server_that_is_not_nats_is_reported() -> None:
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -132,7 +132,7 @@ async def test_somebody_else_there() -> None:
             assert told in await refused(NatsServers(url=f"nats://127.0.0.1:{port}"))
 
 
-async def test_one_of_several_is_enough() -> None:
+async def test_one_reachable_server_of_several_is_enough() -> None:
     dead, other = free_ports(2)
     with nats_server() as server:
         url = f"nats://127.0.0.1:{dead},{server.url}, nats://127.0.0.1:{other}"
@@ -140,7 +140,7 @@ async def test_one_of_several_is_enough() -> None:
             await connect(NatsServers(url=url))
 
 
-async def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_nats_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name == "nats" or name.startswith("nats.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "nats", None)
@@ -148,7 +148,7 @@ async def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         await NatsBus(NatsServers(url="nats://127.0.0.1:4222")).start()
 
 
-async def test_a_link_comes_back_from_whatever_the_server_says() -> None:
+async def test_the_connection_is_replaced_after_any_server_error() -> None:
     """nats-py gives up for good when a server sends it an error; we do not."""
     joins: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -169,7 +169,7 @@ async def test_a_link_comes_back_from_whatever_the_server_says() -> None:
             await link.stop()
 
 
-async def test_a_preparation_that_fails_is_tried_again() -> None:
+async def test_a_failed_preparation_is_retried() -> None:
     attempts: asyncio.Queue[Any] = asyncio.Queue()
 
     async def joined(client: Any) -> None:
@@ -214,7 +214,7 @@ def token(issuer: Any, subject: str, name: str, nats: dict[str, Any]) -> str:
     return f"{signed}.{part(issuer.sign(signed.encode()))}"
 
 
-async def test_a_file_with_credentials(tmp_path: Path) -> None:
+async def test_credentials_from_a_file(tmp_path: Path) -> None:
     operator = key_pair(nkeys.PREFIX_BYTE_OPERATOR)
     account, user, stranger = (
         key_pair(prefix)
@@ -296,7 +296,7 @@ async def test_a_certificate_for_another_name_is_not_trusted(tmp_path: Path) -> 
         assert "cannot be trusted" in await refused(server.servers(authority=signed[2], **WORDS))
 
 
-async def test_a_server_that_does_not_encrypt_does_not_learn_who_we_are(tmp_path: Path) -> None:
+async def test_credentials_are_not_sent_to_a_server_that_does_not_encrypt(tmp_path: Path) -> None:
     """Also when somebody in between has only taken the wish to encrypt out of its greeting."""
     said: list[bytes] = []
 
@@ -318,7 +318,7 @@ async def test_a_server_that_does_not_encrypt_does_not_learn_who_we_are(tmp_path
     assert b"".join(said) == b""
 
 
-async def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
+async def test_invalid_credential_and_certificate_files_are_refused(tmp_path: Path) -> None:
     empty = tmp_path / "empty.pem"
     empty.touch()
     cases: list[tuple[dict[str, Any], str]] = [

@@ -63,7 +63,7 @@ def told_once(replica_set: ReplicaSet, key: str = "run") -> None:
 
 
 @pytest.mark.requirement("G1", "G3", "G9", "S4")
-async def test_what_a_killed_replica_was_doing_is_carried_on_soon(tmp_path: Path, postgres: Postgres) -> None:
+async def test_runs_of_a_killed_replica_are_resumed_soon(tmp_path: Path, postgres: Postgres) -> None:
     """The lane is given to another one, which has not had to look for it."""
     async with open_replica_set(tmp_path, postgres, timings={"sweep": 600.0}) as replica_set:
         owner = await begin(replica_set, 3.0)
@@ -77,7 +77,7 @@ async def test_what_a_killed_replica_was_doing_is_carried_on_soon(tmp_path: Path
 
 @pytest.mark.requirement("G1", "G3", "G13")
 @pytest.mark.parametrize("sweep", [0.5, 600.0], ids=["finds out", "is fenced"])
-async def test_who_slept_longer_than_its_lease_changes_nothing(
+async def test_a_replica_paused_longer_than_its_lease_changes_nothing(
     tmp_path: Path, postgres: Postgres, sweep: float
 ) -> None:
     """It looks at what it has and lets go of what it lost; if it never looks, its commit is refused."""
@@ -97,7 +97,9 @@ async def test_who_slept_longer_than_its_lease_changes_nothing(
 
 
 @pytest.mark.requirement("G1", "G9")
-async def test_who_leaves_hands_over_at_once_what_it_cannot_end(tmp_path: Path, postgres: Postgres) -> None:
+async def test_a_stopping_replica_hands_over_unfinished_runs_at_once(
+    tmp_path: Path, postgres: Postgres
+) -> None:
     """A lease so long that nobody can have waited for it."""
     async with open_replica_set(tmp_path, postgres, bus={"ackWaitSeconds": 60}) as replica_set:
         owner = await begin(replica_set, 4.0)
@@ -111,7 +113,9 @@ async def test_who_leaves_hands_over_at_once_what_it_cannot_end(tmp_path: Path, 
 
 
 @pytest.mark.requirement("G1")
-async def test_who_leaves_ends_what_is_nearly_done(tmp_path: Path, postgres: Postgres) -> None:
+async def test_a_stopping_replica_finishes_runs_that_are_nearly_done(
+    tmp_path: Path, postgres: Postgres
+) -> None:
     async with open_replica_set(tmp_path, postgres, bus={"drainSeconds": BOUND}) as replica_set:
         owner = await begin(replica_set, 3.0)
         assert await owner.leave() == 0
@@ -123,9 +127,7 @@ async def test_who_leaves_ends_what_is_nearly_done(tmp_path: Path, postgres: Pos
 
 @pytest.mark.requirement("G1", "G9", "S9")
 @pytest.mark.timeout(180)
-async def test_all_are_replaced_one_after_the_other_and_no_request_fails(
-    tmp_path: Path, postgres: Postgres
-) -> None:
+async def test_a_rolling_restart_fails_no_request(tmp_path: Path, postgres: Postgres) -> None:
     async with open_replica_set(tmp_path, postgres) as replica_set:
         load, wind = Load(replica_set, plan(7, 1000)), FaultInjector(replica_set)
         working = asyncio.create_task(load.run())

@@ -54,6 +54,6 @@ async def lose(url: str) -> set[str]:
     return left
 
 
-def test_a_connection_that_breaks_in_the_middle_of_a_word_leaves_nothing_behind() -> None:
+def test_a_connection_lost_while_writing_leaks_no_task() -> None:
     with nats_server() as server, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(lose(server.url)) <= {"NatsConnection._keep_connected"}

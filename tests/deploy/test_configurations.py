@@ -21,7 +21,7 @@ FILES = [DEPLOY / "antiphon.json5", KUBERNETES / "antiphon.json5"]
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
 @pytest.mark.requirement("C")
-def test_the_loader_takes_it_without_a_word(path: Path, tmp_path: Path) -> None:
+def test_the_loader_accepts_it_without_warnings(path: Path, tmp_path: Path) -> None:
     loaded = _load_copy(path, tmp_path)
     assert not loaded.warnings
     config = loaded.config

@@ -63,7 +63,7 @@ def test_the_image_is_built_as_a_linter_wants_it() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_image_runs_as_nobody_in_particular_and_gets_its_signals() -> None:
+def test_the_image_runs_unprivileged_and_receives_signals() -> None:
     text = (DEPLOY / "Dockerfile").read_text("utf-8")
     last = text[text.rindex("FROM ") :]
     assert f"USER {USER}:{USER}" in last
@@ -157,7 +157,7 @@ def test_the_guide_adds_the_secret_that_nats_mounts_and_restarts_all_its_servers
     assert "docs/operations/upgrade.md" in (KUBERNETES / "nats.yaml").read_text("utf-8")
 
 
-def test_secrets_are_made_once_and_behind_a_closed_door(tmp_path: Path) -> None:
+def test_secrets_are_created_once_in_a_private_directory(tmp_path: Path) -> None:
     names = _secrets(tmp_path)
     place = tmp_path / "secrets"
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
@@ -198,7 +198,7 @@ def _pod(kind: tuple[str, str]) -> Any:
 
 
 @pytest.mark.parametrize("kind", [GATEWAY, NATS])
-def test_a_pod_may_do_nothing_that_it_need_not(kind: tuple[str, str]) -> None:
+def test_a_pod_has_minimal_privileges(kind: tuple[str, str]) -> None:
     pod = _pod(kind)
     [container] = pod["containers"]
     assert pod["automountServiceAccountToken"] is False
@@ -214,7 +214,7 @@ def test_a_pod_may_do_nothing_that_it_need_not(kind: tuple[str, str]) -> None:
     assert {"requests", "limits"} == {*container["resources"]}
 
 
-def test_the_gateway_is_asked_at_the_right_doors_and_lets_go_in_time() -> None:
+def test_the_gateway_has_the_right_probes_and_grace_period() -> None:
     pod = _pod(GATEWAY)
     [container] = pod["containers"]
     assert resources()[GATEWAY]["spec"]["replicas"] == 3

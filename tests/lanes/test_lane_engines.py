@@ -50,7 +50,7 @@ async def test_no_activation_is_lost_and_no_lane_is_drained_twice(lanes: LaneEng
     assert work.doubled == 0
 
 
-async def test_a_drain_that_fails_is_told_of_and_the_lane_goes_on(
+async def test_a_failed_drain_is_logged_and_the_lane_continues(
     lanes: LaneEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     failures: list[Exception] = [ValueError("a bug"), StoreError("The disk is full.", "Free some space.")]
@@ -118,7 +118,7 @@ async def test_stopping_with_grace_lets_a_drain_end(lanes: LaneEngine) -> None:
     assert work.done[1] == 3
 
 
-async def test_before_the_start_a_hint_is_nothing(lanes: LaneEngine) -> None:
+async def test_a_hint_before_the_start_has_no_effect(lanes: LaneEngine) -> None:
     await lanes.activate(1)
     await lanes.abandon(1)
 

@@ -91,7 +91,7 @@ async def holding(work: Work, *replicas: NatsLanes, lane: int = 1) -> asyncio.Ev
 
 
 @pytest.mark.requirement("G13")
-async def test_the_lane_of_a_replica_that_vanished_is_taken_over_in_time(make: Make) -> None:
+async def test_the_lane_of_a_vanished_replica_is_taken_over_in_time(make: Make) -> None:
     work, a, b = Work(), make(), make()
     await holding(work, a, b)
     before = asyncio.get_running_loop().time()
@@ -101,7 +101,7 @@ async def test_the_lane_of_a_replica_that_vanished_is_taken_over_in_time(make: M
 
 
 @pytest.mark.requirement("G9")
-async def test_a_lane_is_with_one_replica_while_that_lives(make: Make) -> None:
+async def test_a_lane_stays_with_one_replica_while_it_is_alive(make: Make) -> None:
     work, a, b = Work(), make(slots=1), make()
     hold = await holding(work, a, b)
     with pytest.raises(TimeoutError):
@@ -135,7 +135,7 @@ async def test_replicas_share_the_work_and_lose_none(make: Make) -> None:
     assert len({name for names in work.by.values() for name in names}) == 3
 
 
-async def test_a_hint_that_is_refused_just_before_the_lane_is_let_go_is_not_lost(make: Make) -> None:
+async def test_a_hint_rejected_just_before_the_lane_is_released_is_not_lost(make: Make) -> None:
     work, a, b = Work(), make(ack_wait=30), make(ack_wait=30, slots=1)
     last_look, go_on = asyncio.Event(), asyncio.Event()
     drain = work.drain("a")
@@ -156,7 +156,7 @@ async def test_a_hint_that_is_refused_just_before_the_lane_is_let_go_is_not_lost
     await work.until(lambda: work.done[1] == 1)
 
 
-async def test_a_replica_takes_no_more_than_it_has_room_for(make: Make) -> None:
+async def test_a_replica_takes_no_more_lanes_than_it_has_slots(make: Make) -> None:
     work, a = Work(), make(slots=3)
     work.hold = asyncio.Event()
     await a.start(work.drain(), work.waiting)
@@ -172,7 +172,7 @@ async def test_a_replica_takes_no_more_than_it_has_room_for(make: Make) -> None:
 
 
 @pytest.mark.requirement("G12")
-async def test_a_lane_that_waits_for_another_takes_nobodys_place(make: Make) -> None:
+async def test_a_resting_lane_occupies_no_slot(make: Make) -> None:
     """One slot: the first lane waits for the second, which can only run if the first does not count."""
     a, second = make(slots=1), asyncio.Event()
     first = asyncio.Event()
@@ -194,7 +194,7 @@ async def test_a_lane_that_waits_for_another_takes_nobodys_place(make: Make) -> 
     assert a._resting == set()  # pyright: ignore[reportPrivateUsage]
 
 
-async def test_a_hot_lane_lets_the_others_through(make: Make) -> None:
+async def test_a_busy_lane_does_not_starve_the_others(make: Make) -> None:
     """One slot, one lane that always has more: it goes to the end of the queue each time it is given back."""
     a = make(slots=1)
     turns: list[int] = []
@@ -225,7 +225,7 @@ async def test_a_replica_that_stops_hands_over_at_once(make: Make) -> None:
     await work.until(lambda: work.by[1] == ["a", "b"], 3)
 
 
-async def test_what_arrives_while_stopping_is_handed_on(make: Make) -> None:
+async def test_a_lane_that_arrives_while_stopping_is_given_back(make: Make) -> None:
     work, a, b = Work(), make(ack_wait=60), make(ack_wait=60)
     hold = await holding(work, a)
     stopping = asyncio.create_task(a.stop(BOUND))
@@ -242,7 +242,7 @@ async def test_what_arrives_while_stopping_is_handed_on(make: Make) -> None:
     assert work.by == {1: ["a"], **{lane: ["b"] for lane in range(2, 20)}}
 
 
-async def test_a_message_that_comes_again_to_whoever_is_at_it_is_the_new_lease(make: Make) -> None:
+async def test_a_redelivered_message_becomes_the_new_lease(make: Make) -> None:
     work, a = Work(), make()
     hold = await holding(work, a)
     lease = a._leases[1]  # pyright: ignore[reportPrivateUsage]
@@ -255,7 +255,7 @@ async def test_a_message_that_comes_again_to_whoever_is_at_it_is_the_new_lease(m
     assert work.doubled == 0
 
 
-async def test_a_zombie_does_not_let_go_of_the_lane_of_another(make: Make) -> None:
+async def test_an_expired_lease_does_not_acknowledge_anothers_lane(make: Make) -> None:
     work, a, b = Work(), make(slots=1), make(slots=1)
     zombie = await holding(work, a, b)
     owner = work.hold = asyncio.Event()
@@ -271,7 +271,7 @@ async def test_a_zombie_does_not_let_go_of_the_lane_of_another(make: Make) -> No
 
 
 @pytest.mark.requirement("G16")
-async def test_a_drain_is_abandoned_wherever_it_is(make: Make) -> None:
+async def test_a_drain_is_abandoned_on_any_replica(make: Make) -> None:
     work, a, b = Work(), make(ack_wait=60), make(ack_wait=60)
     await holding(work, a, b)
     work.hold = None
@@ -307,7 +307,7 @@ async def test_a_lease_outlives_the_server(make: Make) -> None:
         await work.until(lambda: work.done[1] == 1)
 
 
-async def test_while_the_server_is_away_hints_neither_fail_nor_wait(make: Make) -> None:
+async def test_without_a_server_hints_neither_fail_nor_wait(make: Make) -> None:
     work = Work()
     with nats_server() as server:
         a = make(server.servers())
@@ -327,7 +327,7 @@ async def test_while_the_server_is_away_hints_neither_fail_nor_wait(make: Make) 
         await asyncio.wait_for(a.close(), BOUND)
 
 
-async def test_a_server_that_is_silent_is_given_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_server_is_given_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has our connection and says nothing: hints do not wait for it, and work goes on when it wakes."""
     monkeypatch.setattr(connection, "PING_INTERVAL_SECONDS", 1)
     work = Work()
@@ -382,7 +382,7 @@ async def test_a_stream_that_differs_is_adapted(make: Make) -> None:
     assert consumer.ack_wait == 2 and consumer.max_ack_pending == -1
 
 
-async def test_houses_on_one_server_do_not_meet(make: Make) -> None:
+async def test_namespaces_on_one_server_are_separate(make: Make) -> None:
     one, other = Work(), Work()
     a, b = make(), make(namespace=uuid.uuid4().hex)
     await a.start(one.drain(), one.waiting)
@@ -413,7 +413,7 @@ async def test_a_cluster_survives_the_death_of_a_server(make: Make, death: str) 
         await sweep(work, b, true=lambda: work.done.total() == 29, seconds=60)
 
 
-async def test_what_cannot_work_is_told_in_a_sentence(make: Make) -> None:
+async def test_unusable_servers_are_reported_in_one_sentence(make: Make) -> None:
     work = Work()
     with pytest.raises(BusError, match=r"could not store the queue of lanes: replicas > 1 .*\. Check stream"):
         await make(replicas=3, connect_timeout=0).start(work.drain())

@@ -353,7 +353,7 @@ async def _compared(
 
 @pytest.mark.anyio
 @pytest.mark.requirement("V3", "G30")
-async def test_agents_beyond_those_that_are_told_apart_are_not_shown(
+async def test_agents_beyond_the_listed_ones_are_hidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That every known agent may be seen says nothing of those that there was no room to know."""

@@ -134,7 +134,7 @@ async def test_no_two_act_on_what_the_other_changes(server: PgServer) -> None:
 
 
 @pytest.mark.requirement("G13")
-async def test_a_script_that_raises_takes_nobody_with_it(server: PgServer) -> None:
+async def test_a_failed_script_does_not_affect_others(server: PgServer) -> None:
     async def refuse(tx: Tx, owner: str) -> str:
         await put(tx, owner)
         raise ValueError(owner)
@@ -225,7 +225,9 @@ async def test_a_migration_elsewhere_does_not_break_what_is_running(server: PgSe
 # --- the clock ---
 
 
-async def test_nobodys_wall_clock_moves_the_clock(server: PgServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wall_clocks_do_not_move_the_shared_clock(
+    server: PgServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("antiphon.store.postgres.CLOCK_SYNC_INTERVAL_SECONDS", 0.01)
     real, real_ns = time.time, time.time_ns
     async with opened(server) as store, opened(server) as other:
@@ -241,7 +243,7 @@ async def test_nobodys_wall_clock_moves_the_clock(server: PgServer, monkeypatch:
         assert seen == sorted(seen)
 
 
-async def test_a_late_answer_does_not_blur_the_clock(
+async def test_a_slow_answer_does_not_skew_the_clock(
     server: PgServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("antiphon.store.postgres.MAX_ROUND_TRIP_SECONDS", 0.2)

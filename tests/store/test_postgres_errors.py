@@ -68,7 +68,7 @@ def assert_readable(error: StoreError) -> None:
     assert PASSWORD not in said
 
 
-async def test_what_cannot_be_opened_is_said_in_a_sentence(postgres: Postgres, tmp_path: Path) -> None:
+async def test_connect_errors_are_one_sentence(postgres: Postgres, tmp_path: Path) -> None:
     good = postgres.url("postgres")
     here = f"127.0.0.1:{postgres.port}"
     cases = {
@@ -119,7 +119,9 @@ async def test_another_database_behind_a_reference_is_refused_before_any_package
 
 
 @pytest.mark.requirement("G21")
-async def test_a_user_without_rights_is_told(postgres: Postgres, server: PgServer, tmp_path: Path) -> None:
+async def test_a_user_without_privileges_gets_an_error(
+    postgres: Postgres, server: PgServer, tmp_path: Path
+) -> None:
     await altered(server, f"CREATE ROLE guest LOGIN PASSWORD '{PASSWORD.replace(chr(39), chr(39) * 2)}'")
     guest = msgspec.structs.replace(server, url=server.url.replace("antiphon@", "guest@"))
     try:

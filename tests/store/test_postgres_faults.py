@@ -249,7 +249,7 @@ async def test_an_idle_connection_that_died_silently_costs_a_moment_and_no_error
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_server_that_stays_away_is_told_to_everybody_who_waits(server: PgServer) -> None:
+async def test_an_unreachable_server_fails_every_waiting_caller(server: PgServer) -> None:
     async with proxied(server, writers=2, readers=1) as (proxy, store):
         await store.tx(put, "a")
         proxy.refuse()
@@ -266,7 +266,7 @@ async def test_a_server_that_stays_away_is_told_to_everybody_who_waits(server: P
         assert await store.read(owners) == ["a", "c"]
 
 
-async def test_whoever_gives_up_breaks_nothing(server: PgServer) -> None:
+async def test_cancelled_callers_break_nothing(server: PgServer) -> None:
     async with opened(server, writers=2) as store:
         for turn in range(20):
             work = [asyncio.create_task(store.tx(increase, "n")) for _ in range(10)]
@@ -294,7 +294,7 @@ async def test_closing_finishes_what_was_asked_for(server: PgServer) -> None:
         assert len(await again.read(owners)) == 300
 
 
-async def test_a_closing_that_is_given_up_leaves_nobody_waiting(server: PgServer) -> None:
+async def test_a_cancelled_close_leaves_no_caller_waiting(server: PgServer) -> None:
     async with Proxy(port_of(server)) as proxy:
         store = await PgStore.open(through(proxy, server), writers=2)
         await store.tx(put, "a")

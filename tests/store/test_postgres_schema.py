@@ -204,7 +204,7 @@ async def test_a_migration_that_fails_leaves_the_version_before(empty: PgServer)
 
 
 @pytest.mark.requirement("G45")
-async def test_who_may_only_look_changes_nothing(empty: PgServer) -> None:
+async def test_a_read_only_open_changes_nothing(empty: PgServer) -> None:
     await migrated(empty, KNOWN[:2])
     before = await everything(empty)
     with pytest.raises(StoreError, match="has schema 2") as refused:
@@ -272,7 +272,7 @@ async def test_a_version_that_is_too_old_refuses_and_touches_nothing(empty: PgSe
 
 
 @pytest.mark.requirement("G45")
-async def test_tables_of_somebody_else_are_not_ours_to_migrate(empty: PgServer) -> None:
+async def test_another_programs_tables_are_not_migrated(empty: PgServer) -> None:
     await told(
         empty, "CREATE TABLE sessions (theirs TEXT)", "INSERT INTO sessions VALUES ('x') RETURNING theirs"
     )

@@ -41,7 +41,7 @@ async def said(tx: Tx, session: int, text: str) -> None:
 
 
 @pytest.mark.requirement("S7")
-async def test_two_waits_that_close_a_circle_are_not_both_begun(pair: tuple[PgStore, PgStore]) -> None:
+async def test_two_waits_that_would_deadlock_are_not_both_started(pair: tuple[PgStore, PgStore]) -> None:
     one, other = pair
     for number in range(5):
         ids = [(await one.tx(founded, f"{number}-{side}"))["id"] for side in "ab"]
@@ -102,7 +102,7 @@ async def _words_left(tx: Tx) -> int:
     return row["words"]
 
 
-async def test_a_store_knows_itself_from_others(
+async def test_store_identities_differ(
     pair: tuple[PgStore, PgStore], postgres: Postgres, tmp_path: Path
 ) -> None:
     one, other = pair

@@ -35,10 +35,10 @@ async def open_store(
     server = build_server(config)
     from antiphon.store.postgres import PgStore  # noqa: PLC0415 - an extra
 
-    most = 2 if read_only else config.store.connections
-    readers = max(1, most // 3)
+    connections = 2 if read_only else config.store.connections
+    readers = max(1, connections // 3)
     return await PgStore.open(
-        server, writers=most - readers, readers=readers, migrate=not read_only, on_commit=on_commit
+        server, writers=connections - readers, readers=readers, migrate=not read_only, on_commit=on_commit
     )
 
 
@@ -72,5 +72,6 @@ def _build_tls_context(authority: str | None) -> ssl.SSLContext | None:
         return ssl.create_default_context(cafile=expand_home(authority))
     except (OSError, ssl.SSLError) as error:
         raise StoreError(
-            f"The certificates in {authority!r} cannot be read ({error}).", "Point store.tlsCa at a PEM file."
+            f"The certificates in {authority!r} could not be read ({error}).",
+            "Point store.tlsCa at a PEM file.",
         ) from error

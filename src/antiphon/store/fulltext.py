@@ -16,7 +16,7 @@ from functools import cached_property
 import msgspec
 
 _WORD_PATTERN = re.compile(r"[^\W_]+")
-_MAX_WORD_CHARACTERS = 128  # characters of a word that are indexed and compared
+_MAX_WORD_CHARACTERS = 128  # longer words are cut
 _NEVER_MATCHING_LEXEME = "'!'"  # occurs in no text and no scope
 _MAX_POSITIONS_PER_WORD, _MAX_POSITION = 255, 16_383  # PostgreSQL's limits per word and text
 
@@ -43,13 +43,15 @@ class FulltextVector(msgspec.Struct, frozen=True):
     scope: str = ""
 
     def to_tsvector(self) -> str:
-        places: dict[str, list[int]] = {}
-        for place, word in enumerate(split_words(self.text), 1):
-            found = places.setdefault(word, [])
-            if len(found) < _MAX_POSITIONS_PER_WORD:
-                found.append(min(place, _MAX_POSITION))
-        said = [f"'{word}':{','.join(map(str, found))}" for word, found in places.items()]
-        return " ".join([*said, *(_quote_lexeme(f"~{word}") for word in self.scope.lower().split())])
+        positions_by_word: dict[str, list[int]] = {}
+        for position, word in enumerate(split_words(self.text), 1):
+            positions = positions_by_word.setdefault(word, [])
+            if len(positions) < _MAX_POSITIONS_PER_WORD:
+                positions.append(min(position, _MAX_POSITION))
+        lexemes = [
+            f"'{word}':{','.join(map(str, positions))}" for word, positions in positions_by_word.items()
+        ]
+        return " ".join([*lexemes, *(_quote_lexeme(f"~{word}") for word in self.scope.lower().split())])
 
 
 class FulltextQuery(msgspec.Struct, frozen=True, dict=True):
@@ -68,12 +70,12 @@ class FulltextQuery(msgspec.Struct, frozen=True, dict=True):
         phrases = [_quote_fts5_string(phrase) for phrase in self.phrases] or ['""']
         if self.beginning and self.phrases:
             phrases[-1] += "*"
-        said = " AND ".join(phrases)  # explicit, or a phrase without words would count as a match
+        terms = " AND ".join(phrases)  # explicit, or a phrase without words would count as a match
         if self.either:
             either = " OR ".join(map(_quote_fts5_string, self.either))
-            said = f"({said}) AND ({either})" if self.phrases else either
+            terms = f"({terms}) AND ({either})" if self.phrases else either
         scopes = (f"scope : ({' OR '.join(map(_quote_fts5_string, group))})" for group in self.scopes)
-        return " AND ".join([f"{self.column} : ({said})", *scopes])
+        return " AND ".join([f"{self.column} : ({terms})", *scopes])
 
     def __conform__(self, protocol: object) -> str:
         """The hook through which `sqlite3` converts the parameter."""
@@ -95,34 +97,34 @@ class FulltextQuery(msgspec.Struct, frozen=True, dict=True):
     def find_position(self, text: str) -> int:
         """The position of the first match in a text that matches; 0 if it cannot be determined."""
         longest = max(map(len, self._search_terms), default=0)
-        seen: deque[tuple[int, str]] = deque(maxlen=longest)
-        for spot in _iterate_words(text):
-            seen.append(spot)
-            tail = tuple(word for _, word in seen)
-            for wanted in self._search_terms:
-                if len(tail) >= len(wanted) and self._matches_term(tail[-len(wanted) :], wanted):
-                    return seen[-len(wanted)][0]
+        window: deque[tuple[int, str]] = deque(maxlen=longest)
+        for word in _iterate_words(text):
+            window.append(word)
+            recent = tuple(folded for _, folded in window)
+            for term in self._search_terms:
+                if len(recent) >= len(term) and self._matches_term(recent[-len(term) :], term):
+                    return window[-len(term)][0]
         return 0
 
     def matches(self, text: str) -> bool:
         """Whether a text itself matches, apart from scopes; the index may have been built from another form of it."""
-        held = f" {' '.join(split_words(text))} "
+        padded_text = f" {' '.join(split_words(text))} "
         phrases = [f" {' '.join(found)} " for phrase in self.phrases if (found := split_words(phrase))]
         if self.beginning and phrases:
             phrases[-1] = phrases[-1].rstrip(" ")
         either = [f" {' '.join(found)} " for phrase in self.either if (found := split_words(phrase))]
-        return all(phrase in held for phrase in phrases) and (
-            not either or any(one in held for one in either)
+        return all(phrase in padded_text for phrase in phrases) and (
+            not either or any(phrase in padded_text for phrase in either)
         )
 
     @cached_property
     def _search_terms(self) -> list[tuple[str, ...]]:
         return [tuple(found) for phrase in (*self.phrases, *self.either) if (found := split_words(phrase))]
 
-    def _matches_term(self, tail: tuple[str, ...], wanted: tuple[str, ...]) -> bool:
-        if self.beginning and wanted is self._search_terms[-1]:
-            return tail[:-1] == wanted[:-1] and tail[-1].startswith(wanted[-1])
-        return tail == wanted
+    def _matches_term(self, recent: tuple[str, ...], term: tuple[str, ...]) -> bool:
+        if self.beginning and term is self._search_terms[-1]:
+            return recent[:-1] == term[:-1] and recent[-1].startswith(term[-1])
+        return recent == term
 
 
 def _iterate_words(text: str) -> Iterator[tuple[int, str]]:
@@ -130,17 +132,17 @@ def _iterate_words(text: str) -> Iterator[tuple[int, str]]:
         yield found.start(), fold_text(found[0])[:_MAX_WORD_CHARACTERS]
 
 
-def _build_phrase(found: Sequence[str]) -> str:
-    return " <-> ".join(map(_quote_lexeme, found)) if found else _NEVER_MATCHING_LEXEME
+def _build_phrase(words: Sequence[str]) -> str:
+    return " <-> ".join(map(_quote_lexeme, words)) if words else _NEVER_MATCHING_LEXEME
 
 
 def _quote_lexeme(word: str) -> str:
     """Quotes and escapes a lexeme for PostgreSQL."""
-    doubled = word.replace("\\", "\\\\").replace("'", "''").replace("\0", "\ufffd")
-    return f"'{doubled}'"
+    escaped = word.replace("\\", "\\\\").replace("'", "''").replace("\0", "\ufffd")
+    return f"'{escaped}'"
 
 
 def _quote_fts5_string(phrase: str) -> str:
     """Quotes a phrase for FTS5."""
-    doubled = phrase.replace('"', '""').replace("\0", " ")
-    return f'"{doubled}"'
+    escaped = phrase.replace('"', '""').replace("\0", " ")
+    return f'"{escaped}"'

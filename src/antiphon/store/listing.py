@@ -22,9 +22,9 @@ from antiphon.store.fulltext import FulltextQuery
 from antiphon.store.queries import Queries, Query
 
 SQL = Queries("listing")
-MAX_SEARCH_MATCHES = 400  # search matches that are considered, the most recently created first
+MAX_SEARCH_MATCHES = 400  # the most recently created ones
 MAX_AGENT_STREAMS = 16  # agents with a stream of their own; SQLite merges at most 500 streams
-MAX_LISTED_AGENTS = 10_000  # agents that are told apart
+MAX_LISTED_AGENTS = 10_000
 SESSION_KINDS = ("main", "group", "cron", "hook", "node", "other")
 
 
@@ -85,19 +85,19 @@ _PAGE_DECODER = msgspec.json.Decoder(list[SessionListRow])
 _LENIENT_PAGE_DECODER = msgspec.json.Decoder(list[list[Any]])
 
 
-async def load_session_page(tx: Tx, wish: SessionListQuery) -> list[SessionListRow]:
+async def load_session_page(tx: Tx, query: SessionListQuery) -> list[SessionListRow]:
     """Returns at most `limit` rows, newest first by `updated_at`, then by key."""
-    prefix = wish.search is not None and not await _has_enough_whole_word_matches(tx, wish.search)
-    if wish.own_key is None:
-        return sorted(await _fetch_rows(tx, wish, prefix=prefix), key=_sort_key)
+    prefix = query.search is not None and not await _has_enough_whole_word_matches(tx, query.search)
+    if query.own_key is None:
+        return sorted(await _fetch_rows(tx, query, prefix=prefix), key=_sort_key)
     # A session of the caller's own tree may be in another stream as well.
-    found = await _fetch_rows(tx, msgspec.structs.replace(wish, limit=2 * wish.limit), prefix=prefix)
-    return sorted({row.id: row for row in found}.values(), key=_sort_key)[: wish.limit]
+    found = await _fetch_rows(tx, msgspec.structs.replace(query, limit=2 * query.limit), prefix=prefix)
+    return sorted({row.id: row for row in found}.values(), key=_sort_key)[: query.limit]
 
 
-async def _fetch_rows(tx: Tx, wish: SessionListQuery, *, prefix: bool) -> list[SessionListRow]:
-    query, params = build_page_query(wish, prefix=prefix)
-    row = await tx.one(query, **params)
+async def _fetch_rows(tx: Tx, query: SessionListQuery, *, prefix: bool) -> list[SessionListRow]:
+    statement, params = build_page_query(query, prefix=prefix)
+    row = await tx.one(statement, **params)
     assert row is not None
     try:
         return _PAGE_DECODER.decode(row["page"])
@@ -115,8 +115,8 @@ def _decode_leniently(page: str) -> list[SessionListRow]:
         return sorted((SessionListRow(*row) for row in _LENIENT_PAGE_DECODER.decode(page)), key=_sort_key)
     except (msgspec.DecodeError, TypeError) as error:
         raise StoreDamaged(
-            "A session of this list has a value that cannot be read.",
-            "Restore a backup of the database; the sessions that are not in this list can be read as before.",
+            "A session in this list has an unreadable value.",
+            "Restore a backup of the database; sessions outside this list are not affected.",
         ) from error
 
 
@@ -140,8 +140,8 @@ async def list_agent_ids(tx: Tx) -> list[str]:
 async def load_admitted_agents(tx: Tx, admits: Callable[[str], bool]) -> list[str] | None:
     """The agents that pass, or None if all do; never None if there may be more than `MAX_LISTED_AGENTS`."""
     known = await list_agent_ids(tx)
-    passed = [agent for agent in known if admits(agent)]
-    return None if len(passed) == len(known) < MAX_LISTED_AGENTS else passed
+    admitted = [agent for agent in known if admits(agent)]
+    return None if len(admitted) == len(known) < MAX_LISTED_AGENTS else admitted
 
 
 async def count_hidden_sessions(
@@ -168,86 +168,86 @@ async def load_last_messages(tx: Tx, session: int, limit: int, room: int) -> lis
     return await tx.all(SQL.last_messages, session=session, limit=limit, room=room)
 
 
-def build_page_query(wish: SessionListQuery, *, prefix: bool = False) -> tuple[Query, dict[str, Param]]:
-    params: dict[str, Param] = {"limit": wish.limit}
-    filters = _build_filters(wish, params)
+def build_page_query(query: SessionListQuery, *, prefix: bool = False) -> tuple[Query, dict[str, Param]]:
+    params: dict[str, Param] = {"limit": query.limit}
+    filters = _build_filters(query, params)
     streams = [
         SQL.stream.text.replace("{rows}", text.replace("{filters}", filters))
-        for text in _build_streams(wish, params, prefix=prefix)
+        for text in _build_streams(query, params, prefix=prefix)
     ]
     return Query("listing.page", SQL.page.text.replace("{streams}", "\nUNION ALL\n".join(streams))), params
 
 
-def _build_filters(wish: SessionListQuery, params: dict[str, Param]) -> str:
+def _build_filters(query: SessionListQuery, params: dict[str, Param]) -> str:
     filters = ["1 = 1"]
-    if wish.cursor is not None:
-        params["cursor_at"], params["cursor_key"] = wish.cursor
+    if query.cursor is not None:
+        params["cursor_at"], params["cursor_key"] = query.cursor
         filters.append(SQL.filter_cursor.text)
-    if wish.only_agent is not None:
-        params["only_agent"] = wish.only_agent
+    if query.only_agent is not None:
+        params["only_agent"] = query.only_agent
         filters.append(SQL.filter_agent.text)
-    if wish.active_since is not None:
-        params["active_since"] = wish.active_since
+    if query.active_since is not None:
+        params["active_since"] = query.active_since
         filters.append(SQL.filter_active.text)
     return " AND ".join(filters)
 
 
-def _build_streams(wish: SessionListQuery, params: dict[str, Param], *, prefix: bool) -> Iterator[str]:
-    chosen = _build_narrowest_stream(wish, params, prefix=prefix)
-    if chosen:
-        yield f"{chosen} AND {_build_remaining_filters(wish, params)}"
+def _build_streams(query: SessionListQuery, params: dict[str, Param], *, prefix: bool) -> Iterator[str]:
+    narrowest = _build_narrowest_stream(query, params, prefix=prefix)
+    if narrowest:
+        yield f"{narrowest} AND {_build_remaining_filters(query, params)}"
         return
-    crowded = wish.agents is not None and len(wish.agents) > MAX_AGENT_STREAMS
-    agents = [None] if wish.agents is None or crowded else wish.agents
-    for i, (agent, kind, archived) in enumerate(product(agents, wish.kinds, range(int(wish.archived) + 1))):
+    has_many_agents = query.agents is not None and len(query.agents) > MAX_AGENT_STREAMS
+    agents = [None] if query.agents is None or has_many_agents else query.agents
+    for i, (agent, kind, archived) in enumerate(product(agents, query.kinds, range(int(query.archived) + 1))):
         params |= {f"kind_{i}": kind, f"archived_{i}": archived}
         if agent is not None:
             params[f"agent_{i}"] = agent
         stream = (SQL.of_kind if agent is None else SQL.of_agent).text.replace("{i}", str(i))
-        yield f"{stream} AND {_build_visibility_filter(wish, params)}" if crowded else stream
-    if wish.own_key is not None and wish.agents is not None:
-        params["own_key"] = wish.own_key
-        own = (SQL.of_tree if wish.descendants else SQL.of_self).text
-        yield f"{own} AND {_build_kind_filter(wish, params)}"
+        yield f"{stream} AND {_build_visibility_filter(query, params)}" if has_many_agents else stream
+    if query.own_key is not None and query.agents is not None:
+        params["own_key"] = query.own_key
+        own = (SQL.of_tree if query.descendants else SQL.of_self).text
+        yield f"{own} AND {_build_kind_filter(query, params)}"
 
 
-def _build_narrowest_stream(wish: SessionListQuery, params: dict[str, Param], *, prefix: bool) -> str | None:
+def _build_narrowest_stream(query: SessionListQuery, params: dict[str, Param], *, prefix: bool) -> str | None:
     """The stream of the narrowest filter that selects single sessions, or None; the other filters test its rows."""
     found = {
-        "label": wish.label,
-        "parent": wish.parent,
-        "words": build_name_match(wish.search, prefix=prefix) if wish.search is not None else None,
+        "label": query.label,
+        "parent": query.parent,
+        "words": build_name_match(query.search, prefix=prefix) if query.search is not None else None,
     }
-    given = {name: value for name, value in found.items() if value is not None}
-    params |= given
-    if wish.search is not None:  # a caller that sees few sessions must not lose them among many matches
-        params["matches"] = MAX_SEARCH_MATCHES if wish.agents is None else 50 * MAX_SEARCH_MATCHES
+    filters = {name: value for name, value in found.items() if value is not None}
+    params |= filters
+    if query.search is not None:  # a caller that sees few sessions must not lose them among many matches
+        params["matches"] = MAX_SEARCH_MATCHES if query.agents is None else 50 * MAX_SEARCH_MATCHES
     streams = {"label": SQL.of_label, "parent": SQL.of_parent, "words": SQL.of_words}
     tests = {"label": SQL.filter_label, "parent": SQL.filter_parent, "words": SQL.filter_words}
-    if not given:
+    if not filters:
         return None
-    first, *others = given
+    first, *others = filters
     return " AND ".join([streams[first].text, *(tests[name].text for name in others)])
 
 
-def _build_remaining_filters(wish: SessionListQuery, params: dict[str, Param]) -> str:
-    kinds = _build_kind_filter(wish, params)
-    return kinds if wish.agents is None else f"{kinds} AND {_build_visibility_filter(wish, params)}"
+def _build_remaining_filters(query: SessionListQuery, params: dict[str, Param]) -> str:
+    kinds = _build_kind_filter(query, params)
+    return kinds if query.agents is None else f"{kinds} AND {_build_visibility_filter(query, params)}"
 
 
-def _build_visibility_filter(wish: SessionListQuery, params: dict[str, Param]) -> str:
-    params["seen"] = msgspec.json.encode(wish.agents or ()).decode()
-    params |= {"own_key": wish.own_key, "descendants": int(wish.descendants)}
+def _build_visibility_filter(query: SessionListQuery, params: dict[str, Param]) -> str:
+    params["seen"] = msgspec.json.encode(query.agents or ()).decode()
+    params |= {"own_key": query.own_key, "descendants": int(query.descendants)}
     return SQL.filter_visible.text
 
 
-def _build_kind_filter(wish: SessionListQuery, params: dict[str, Param]) -> str:
+def _build_kind_filter(query: SessionListQuery, params: dict[str, Param]) -> str:
     text = "s.archived <= :with_archived"
-    params["with_archived"] = int(wish.archived)
-    if len(wish.kinds) < len(SESSION_KINDS):
-        for i, kind in enumerate(wish.kinds):
+    params["with_archived"] = int(query.archived)
+    if len(query.kinds) < len(SESSION_KINDS):
+        for i, kind in enumerate(query.kinds):
             params[f"only_{i}"] = kind
-        text += f" AND s.kind IN ({', '.join(f':only_{i}' for i in range(len(wish.kinds)))})"
+        text += f" AND s.kind IN ({', '.join(f':only_{i}' for i in range(len(query.kinds)))})"
     return text
 
 

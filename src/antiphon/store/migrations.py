@@ -37,8 +37,8 @@ class Migration(NamedTuple):
 
         Replicas are replaced one by one, so a migration removes nothing that the previous version uses.
         """
-        said = _OLDEST_SCHEMA_PATTERN.search(self.script)
-        return int(said[1]) if said else self.version - 1
+        override = _OLDEST_SCHEMA_PATTERN.search(self.script)
+        return int(override[1]) if override else self.version - 1
 
     def split_statements(self) -> Iterator[str]:
         """Yields the statements one by one; SQLite's notion of a complete statement fits every dialect."""

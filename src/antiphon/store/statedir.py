@@ -14,7 +14,7 @@ from typing import Self
 from antiphon.errors import StoreError, StoreFull, StoreLocked, StoreReadOnly
 from antiphon.paths import CONFIG_FILE_NAME, DATABASE_FILE_NAME, LOG_FILE_NAME
 
-LOCK_WAIT_SECONDS = 1.0  # seconds to wait for another owner to leave
+LOCK_WAIT_SECONDS = 1.0  # for another owner to release it
 READ_ONLY_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS}
 _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
 _INITIAL_FILES = {CONFIG_FILE_NAME, LOG_FILE_NAME}  # may exist before the first start
@@ -25,7 +25,7 @@ def translate_os_error(error: OSError, path: Path) -> StoreError:
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno in READ_ONLY_ERRNOS:
         return StoreReadOnly(
-            f"The state directory {str(path)!r} cannot be written ({reason}).",
+            f"The state directory {str(path)!r} is not writable ({reason}).",
             "Give this user write access to it, or choose another one with --state-dir.",
             path=str(path),
         )
@@ -43,7 +43,7 @@ def translate_os_error(error: OSError, path: Path) -> StoreError:
 
 
 def _make_private(path: Path) -> None:
-    """Creates the directory, or makes it private, unless it is exposed and holds other files."""
+    """Creates the directory, or makes it private, unless it is exposed and contains other files."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if error := find_exposure(path):
         raise error
@@ -52,18 +52,18 @@ def _make_private(path: Path) -> None:
 
 
 def find_exposure(path: Path) -> StoreError | None:
-    """Why the directory cannot be used: other users can enter it, and it holds other files."""
+    """Returns an error if other users can enter the directory and it contains other files."""
     if not path.stat().st_mode & 0o077 or _is_ours(path):
         return None
     return StoreError(
-        f"The directory {str(path)!r} holds other things and is open to other users.",
+        f"The directory {str(path)!r} contains other files and is open to other users.",
         f"Choose an empty or private directory with --state-dir, or make this one private: chmod go= {str(path)!r}",
         path=str(path),
     )
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it has been a state directory before, or holds nothing but its initial files."""
+    """Whether it has been a state directory before, or contains only its initial files."""
     names = {found.name for found in path.iterdir()}
     return DATABASE_FILE_NAME in names or names <= _INITIAL_FILES or _is_lock_file(path / "lock")
 
@@ -79,12 +79,12 @@ def _is_lock_file(path: Path) -> bool:
 
 def _take_lock(lock: int) -> None:
     """Takes the lock, waiting briefly for owners that hold it only for a moment, such as a search."""
-    until = time.monotonic() + LOCK_WAIT_SECONDS
+    deadline = time.monotonic() + LOCK_WAIT_SECONDS
     while True:
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise
         time.sleep(0.02)
 
@@ -106,7 +106,7 @@ class StateDir:
 
     @classmethod
     def open_locked(cls, path: Path) -> Self:
-        """Creates the directory if needed and locks it until closed."""
+        """Creates the directory if needed and locks it deadline closed."""
         try:
             _make_private(path)
             lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -146,7 +146,7 @@ class StateDir:
             return
         except OSError as error:
             raise StoreError(
-                f"The state directory {str(self.path)!r} cannot be looked into ({error.strerror}).",
+                f"The state directory {str(self.path)!r} could not be read ({error.strerror}).",
                 "Give this user access to it, or choose another one with --state-dir.",
                 path=str(self.path),
             ) from error

@@ -15,8 +15,8 @@ from typing import TypeAlias
 SESSION_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Session ids that can be file names; Antiphon's own are UUIDs."""
 MAX_KNOWN_FILES = 20_000
-RETRY_SECONDS = 60.0  # seconds until a file that could not be written is retried
-WRITE_WAIT_SECONDS = 1.0  # seconds a row waits for its file; after that it is shown without one
+RETRY_SECONDS = 60.0  # until a file that could not be written is retried
+WRITE_WAIT_SECONDS = 1.0  # a row waits for its file, then it is shown without one
 
 TranscriptWriter: TypeAlias = Callable[[list[str]], Awaitable[None]]
 """Writes the files of the sessions with these keys now."""

@@ -226,7 +226,7 @@ async def test_a_commit_that_is_too_large_does_not_keep_the_disk_full(tmp_path: 
         await store.close()
 
 
-async def test_a_reader_does_not_make_everybody_wait_where_there_is_no_room(tmp_path: Path) -> None:
+async def test_a_reader_does_not_delay_writers_on_a_full_disk(tmp_path: Path) -> None:
     """It keeps the log from being made smaller; a backup may last for as long as the disk is full."""
     with mount_small_disk(tmp_path / "disk") as disk:
         store = await SqliteStore.open(disk.path / NAME)

@@ -24,7 +24,7 @@ JOB: Facts = {
 
 
 @pytest.mark.requirement("W5")
-async def test_a_job_fires_once_per_slot_and_goes_on_without_who_added_it(
+async def test_a_job_fires_once_per_slot_and_outlives_the_replica_that_added_it(
     tmp_path: Path, postgres: Postgres
 ) -> None:
     async with open_replica_set(tmp_path, postgres) as replica_set:

@@ -51,7 +51,7 @@ async def test_the_same_key_is_the_same_request_on_every_replica(tmp_path: Path,
 
 
 @pytest.mark.requirement("S7", "G12")
-async def test_two_that_would_wait_for_each_other_do_not(tmp_path: Path, postgres: Postgres) -> None:
+async def test_two_sessions_do_not_wait_for_each_other(tmp_path: Path, postgres: Postgres) -> None:
     """Each asks the other in the same moment, on another replica: one of them is refused, and nobody waits in vain."""
     async with open_replica_set(tmp_path, postgres) as replica_set:
         for session in (MAIN, HELPER):
