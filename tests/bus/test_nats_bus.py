@@ -37,7 +37,7 @@ Make = Callable[..., Awaitable[NatsBus]]
 
 @pytest.fixture
 async def make(nats: NatsServer) -> AsyncIterator[Make]:
-    """Replicas of one house, on the shared server unless said otherwise."""
+    """Replicas that share a namespace, on the shared server unless given another."""
     namespace = uuid.uuid4().hex
     made: list[NatsBus] = []
 

@@ -70,8 +70,8 @@ class RequestHandler:
 
     def __init__(self, served: ListeningGateway, stopping: asyncio.Event) -> None:
         self._stopping = stopping
-        self._house = served.gateway.app
-        self._operations = self._house.operations
+        self._app = served.gateway.app
+        self._operations = self._app.operations
         self._asked: set[asyncio.Task[None]] = set()
 
     def take(self, line: bytes) -> None:
@@ -123,14 +123,14 @@ class RequestHandler:
         return await self._operations.list_replicas(OPERATOR)
 
     async def do_job(self, **given: Any) -> object:
-        return (await self._house.schedules.add(OPERATOR, msgspec.convert(given, JobSpec))).id
+        return (await self._app.schedules.add(OPERATOR, msgspec.convert(given, JobSpec))).id
 
     async def do_remove_job(self, job: str) -> object:
-        return await self._house.schedules.remove(OPERATOR, job)
+        return await self._app.schedules.remove(OPERATOR, job)
 
     async def do_changes(self) -> None:
         """Tell of every session that retention touches here."""
-        async with self._house.bus.listen("sessions") as events:
+        async with self._app.bus.listen("sessions") as events:
             say(changes=None)
             while True:
                 event = await events.get()

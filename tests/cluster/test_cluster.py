@@ -126,7 +126,7 @@ def test_a_fault_plan_is_the_same_for_the_same_seed() -> None:
 async def test_a_long_run_of_random_faults(
     tmp_path: Path, postgres: Postgres, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Round after round, each with a house of its own, so that what is wrong can still be looked through."""
+    """Round after round, each with its own database, so that a failure can still be inspected."""
     seconds = float(request.config.getoption("--storm") or 0)
     if not seconds:
         pytest.skip("only with --storm SECONDS")

@@ -225,7 +225,7 @@ async def test_credentials_from_a_file(tmp_path: Path) -> None:
     settings = {
         "operator": token(operator, public(operator), "operator", {"type": "operator", "version": 2}),
         "resolver": "MEMORY",
-        "resolver_preload": {public(account): token(operator, public(account), "house", account_claims)},
+        "resolver_preload": {public(account): token(operator, public(account), "antiphon", account_claims)},
         "jetstream": False,
     }
     limits = {"subs": -1, "data": -1, "payload": -1}

@@ -115,7 +115,7 @@ def _decode_leniently(page: str) -> list[SessionListRow]:
         return sorted((SessionListRow(*row) for row in _LENIENT_PAGE_DECODER.decode(page)), key=_sort_key)
     except (msgspec.DecodeError, TypeError) as error:
         raise StoreDamaged(
-            "A session in this list has an unreadable value.",
+            "A session in this list has a value that cannot be read.",
             "Restore a backup of the database; sessions outside this list are not affected.",
         ) from error
 
