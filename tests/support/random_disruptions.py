@@ -21,7 +21,7 @@ from typing import Any
 
 from antiphon.app import open_app_operations
 from antiphon.config import Config
-from antiphon.engine.collaboration import exchanges, subagents
+from antiphon.engine.collaboration import exchanges, task_rows
 from antiphon.engine.runs import completion
 from antiphon.engine.runs.effects import Effects
 from antiphon.errors import AntiphonError
@@ -205,7 +205,7 @@ async def run_disrupted_agents(
 async def _record_swept(
     path: Path, settle: Callable[[Tx, int], Awaitable[Effects]], tx: Tx, now: int
 ) -> Effects:
-    astray = [*await tx.all(exchanges.SQL.stalled), *await tx.all(subagents.SQL.stalled)]
+    astray = [*await exchanges.list_stalled_exchanges(tx), *await task_rows.list_stalled_tasks(tx)]
     with path.open("a") as file:
         for row in astray:
             file.write(f"{row['id']} in phase {row['phase']} at run {row['current']}\n")

@@ -17,7 +17,7 @@ from antiphon.access import Caller
 from antiphon.bus import Event, RunChanged, StopRequested
 from antiphon.bus.local import LocalBus
 from antiphon.clock import ManualClock, SystemClock
-from antiphon.engine.collaboration.subagents import SQL as tasks_sql
+from antiphon.engine.collaboration.task_rows import SQL as tasks_sql
 from antiphon.engine.outbox import sanitize
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import ToolRequest
@@ -818,7 +818,8 @@ async def test_a_list_of_many_is_bounded_and_says_what_was_cut(tmp_path: Path) -
 @pytest.mark.sqlite_only  # what its planner says
 @pytest.mark.requirement("A2", "G22")
 @pytest.mark.parametrize(
-    ("name", "indexes"), [("of", {"tasks_under_way", "tasks_of"}), ("reported_during", {"tasks_of"})]
+    ("name", "indexes"),
+    [("of_requester", {"tasks_under_way", "tasks_of"}), ("last_report_during_run", {"tasks_of"})],
 )
 async def test_what_a_session_has_spawned_is_read_by_index_and_not_as_a_whole(
     tmp_path: Path, name: str, indexes: set[str]

@@ -11,7 +11,7 @@ from antiphon import access, keys, send_policy
 from antiphon.access import Caller
 from antiphon.bus import RunChanged, run_topic, session_topic
 from antiphon.engine import validation
-from antiphon.engine.collaboration import subagents
+from antiphon.engine.collaboration import task_rows
 from antiphon.engine.collaboration.chains import ChainLink
 from antiphon.engine.runs import endings, lifecycle, run_queue
 from antiphon.engine.runs.effects import NO_EFFECTS, Effects
@@ -142,8 +142,8 @@ class MessageOperations(ChainOperations):
         link = None
         if own := await tx.one(session_rows.SQL.all_columns_by_key, key=caller.session_key):
             link = await self._build_chain_link(tx, origin, own["id"], run_id)
-        task, deadline = await subagents.redirect_task(tx, session["key"], run_id)
-        return _TaskPlacement(task, deadline, link)
+        task = await task_rows.continue_task(tx, session["key"], run_id, even_announcing=True)
+        return _TaskPlacement(task.n, task.deadline_at, link)
 
     async def _submit(
         self,

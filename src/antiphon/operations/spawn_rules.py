@@ -18,7 +18,7 @@ import msgspec
 from antiphon import access, keys
 from antiphon.access import Action, Caller, TargetSession
 from antiphon.engine import validation
-from antiphon.engine.collaboration import attachments, prompts, subagents
+from antiphon.engine.collaboration import attachments, prompts, task_rows
 from antiphon.engine.collaboration.attachments import AttachmentLimits, SpawnAttachment
 from antiphon.engine.collaboration.chains import ChainLink
 from antiphon.engine.collaboration.permissions import (
@@ -26,7 +26,8 @@ from antiphon.engine.collaboration.permissions import (
     SubagentPermissionResolver,
     SubagentPermissions,
 )
-from antiphon.engine.collaboration.subagents import TaskOptions, ValidatedSpawn
+from antiphon.engine.collaboration.subagents import ValidatedSpawn
+from antiphon.engine.collaboration.task_rows import TaskOptions
 from antiphon.engine.outbox import delivery_rows
 from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.toolbox import Toolbox
@@ -328,12 +329,12 @@ class SpawnRules:
             )
 
     async def _check_children(self, tx: Tx, requester: Row, own: AgentConfig) -> None:
-        row = await tx.one(subagents.SQL.count_unsettled, requester=requester["id"])
+        count = await task_rows.count_active_children(tx, requester["id"])
         most = own.subagents.max_children_per_agent
-        if row and row["under_way"] >= most:
+        if count >= most:
             raise _build_refusal(
                 "children",
-                f"This session already has {row['under_way']} of at most {most} sub-agents at work.",
+                f"This session already has {count} of at most {most} sub-agents at work.",
                 "Wait for one of them with sessions_yield, or stop one with subagents.",
             )
 
@@ -411,11 +412,7 @@ def _check_mode(wanted: SpawnRequest) -> None:
 
 async def _check_breaker(tx: Tx, agent_id: str, task: str, now: int) -> None:
     """Refuse a task that keeps failing until its cooldown is over."""
-    alike = await tx.all(
-        subagents.SQL.latest_with_signature,
-        signature=subagents.compute_signature(agent_id, task),
-        limit=MAX_CONSECUTIVE_FAILURES,
-    )
+    alike = await task_rows.list_latest_similar_tasks(tx, agent_id, task, MAX_CONSECUTIVE_FAILURES)
     if len(alike) < MAX_CONSECUTIVE_FAILURES or any(row["outcome"] in {"ok", "cancelled"} for row in alike):
         return
     left = alike[0]["ended_at"] + BREAKER_COOLDOWN_MILLISECONDS - now

@@ -12,10 +12,11 @@ import msgspec
 from antiphon import access, keys
 from antiphon.access import Caller
 from antiphon.engine import idempotency, validation
-from antiphon.engine.collaboration import attachments, yields
+from antiphon.engine.collaboration import attachments, reports, task_rows, yields
 from antiphon.engine.collaboration import subagents as tasks
 from antiphon.engine.collaboration.prompts import TaskReport, TaskStats, format_report, format_stats
-from antiphon.engine.collaboration.subagents import ValidatedSpawn, WakeRequest
+from antiphon.engine.collaboration.subagents import ValidatedSpawn
+from antiphon.engine.collaboration.yields import WakeRequest
 from antiphon.engine.idempotency import IdempotentCommand
 from antiphon.engine.outbox import sanitize
 from antiphon.engine.outbox.redaction import redact
@@ -100,7 +101,7 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         except Exception:
             # After any failure, which is re-raised. Not after a cancellation: the transaction may still commit a task
             # that needs its files.
-            if await self._store.read(_load_task, spawning.id) is None:
+            if await self._store.read(task_rows.load_task, spawning.id) is None:
                 await asyncio.to_thread(attachments.remove, _get_workspace(spawning), spawning.child_key.id)
             raise
 
@@ -132,7 +133,7 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         above = await self._resolve_requester(tx, caller, "send", requester, now, [])
         if above is None:
             raise access.build_session_missing_error(requester)
-        if before := await tasks.load_known_task(
+        if before := await task_rows.load_known_task(
             tx, task_id, above["id"], wanted.compute_digest(above["key"])
         ):
             return before
@@ -168,12 +169,12 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         return await self._load_spawned_by(tx, caller, row, since)
 
     async def _load_spawned_by(self, tx: Tx, caller: Caller, requester: Row, since: int) -> list[TaskView]:
-        found = await tx.all(
-            tasks.SQL.of_requester,
-            requester=requester["id"],
+        found = await task_rows.list_tasks_of_requester(
+            tx,
+            requester["id"],
             since=since,
             limit=MAX_LISTED_SUBAGENTS,
-            chars=MAX_SCANNED_CHARACTERS,
+            max_characters=MAX_SCANNED_CHARACTERS,
         )
         return [build_task_view(row, caller.agent_id) for row in found]
 
@@ -187,7 +188,7 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
 
     async def _load_reported_task(self, tx: Tx, caller: Caller, run_id: str) -> Row:
         missing = NotFound(f"There is no sub-agent {run_id[:80]!r}.", "Check the run id its spawn answered.")
-        task = await _load_task(tx, run_id)
+        task = await task_rows.load_task(tx, run_id)
         if task is None:
             raise missing
         try:
@@ -274,7 +275,7 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         if run is None:
             return None
         self._session_resolver.authorize(caller, "read", run, run_id)
-        task = await tx.one(tasks.SQL.by_child, key=run["key"])
+        task = await task_rows.load_task_of_child(tx, run["key"])
         label: str | None = task["label"] if task else None
         return label or keys.display_stored_key(run["key"], viewer_agent_id=caller.agent_id)
 
@@ -295,14 +296,14 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
     ) -> tuple[int, AcceptedRun | None]:
         row = await self._session_resolver.open(tx, caller, "control", "current")
         agent_id = self._session_resolver.resolve_non_owner_agent(caller, "current", row)
-        left, reported = await tasks.load_progress(tx, row["id"], origin.run_id)
+        left, reported = await yields.load_progress(tx, row["id"], origin.run_id)
         if not left or how == "any":
             # Repeated after a crash, or after a report that wakes the session anyway: a turn has only one wake.
-            if await tasks.hand_to_queued_wake(tx, row["id"], origin.run_id, agent_id):
+            if await yields.hand_to_queued_wake(tx, row["id"], origin.run_id, agent_id):
                 return left, None
             if reported:
                 waking = WakeRequest(row["id"], row["key"], origin.key or "", agent_id)
-                woken = await tasks.queue_wake(tx, waking, reported, now)
+                woken = await yields.queue_wake(tx, waking, reported, now)
                 if woken is not None:
                     await yields.hand_run_to_wake(tx, origin.run_id, woken.run_id)
                 return left, woken
@@ -312,10 +313,6 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
             )
         await yields.begin_waiting(tx, row["id"], origin.run_id, how)
         return left, None
-
-
-async def _load_task(tx: Tx, id: str) -> Row | None:
-    return await tx.one(tasks.SQL.by_id, id=id)
 
 
 def _shorten_task_texts(task: TaskView) -> TaskView:
@@ -383,7 +380,7 @@ async def _require_run_under_way(tx: Tx, origin: RequestOrigin) -> None:
 
 
 def _format_report(task: Row) -> str:
-    locale = tasks.decode_task_options(task).locale
+    locale = task_rows.decode_task_options(task).locale
     if task["report"] is None:
         return sanitize.sanitize_for_people(format_report(_build_unannounced_report(task), locale))
     report = msgspec.json.decode(task["report"], type=TaskReport)
@@ -393,7 +390,7 @@ def _format_report(task: Row) -> str:
 def _build_unannounced_report(task: Row) -> TaskReport:
     return TaskReport(
         status=task["outcome"],
-        result=(task["result"] or "")[: tasks.MAX_RESULT_CHARACTERS],
+        result=(task["result"] or "")[: reports.MAX_RESULT_CHARACTERS],
         result_source=task["result_source"],
         notes=task["error"],
         stats=TaskStats(),
@@ -412,7 +409,7 @@ def _write_attachments(spawning: ValidatedSpawn, wanted: SpawnRequest, files: At
 
 
 def _build_spawn_result(caller: Caller, task: Row, files: AttachmentFiles) -> SpawnResult:
-    options = tasks.decode_task_options(task)
+    options = task_rows.decode_task_options(task)
     folder = options.attachments
     return SpawnResult(
         run_id=task["id"],

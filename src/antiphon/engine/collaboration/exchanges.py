@@ -198,9 +198,14 @@ async def abandon_exchange(tx: Tx, n: int, run_id: str, now: int) -> None:
     await _settle_exchange(tx, exchange, announced, now)
 
 
+async def list_stalled_exchanges(tx: Tx) -> list[Row]:
+    """Return exchanges that no run will advance."""
+    return await tx.all(SQL.stalled)
+
+
 async def settle_stuck_exchanges(tx: Tx, now: int) -> Effects:
     """Settle exchanges that no run will advance."""
-    for exchange in await tx.all(SQL.stalled):
+    for exchange in await list_stalled_exchanges(tx):
         await _settle_exchange(tx, exchange, "interrupted", now)
     return NO_EFFECTS
 

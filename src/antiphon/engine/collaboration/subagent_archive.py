@@ -13,8 +13,8 @@ import asyncio
 import logging
 from pathlib import Path
 
-from antiphon.engine.collaboration import attachments, subagents
-from antiphon.engine.collaboration.subagents import TaskOptions
+from antiphon.engine.collaboration import attachments, task_rows
+from antiphon.engine.collaboration.task_rows import TaskOptions
 from antiphon.engine.sessions import session_rows
 from antiphon.errors import AntiphonError
 from antiphon.store import Row, Store, Tx
@@ -27,33 +27,25 @@ BUSY_CHILD_RETRY_MS = 60_000
 
 async def archive_finished_subagents(store: Store, now: int) -> list[str]:
     """Archive or delete the children of due tasks. Returns the keys of their sessions."""
-    touched: list[str] = []
-    for task in await store.read(_list_due_tasks, now):
+    archived: list[str] = []
+    for task in await store.read(task_rows.list_tasks_to_archive, now, MAX_TASKS_PER_SWEEP):
         if await store.tx(_archive_or_delete_child, task, now):
-            await asyncio.to_thread(_remove_files, subagents.decode_task_options(task))
-            await store.tx(_mark_archived, task["n"], now)
-            touched.append(task["child_key"])
-    return touched
-
-
-async def _list_due_tasks(tx: Tx, now: int) -> list[Row]:
-    return await tx.all(subagents.SQL.to_archive, now=now, limit=MAX_TASKS_PER_SWEEP)
+            await asyncio.to_thread(_remove_files, task_rows.decode_task_options(task))
+            await store.tx(task_rows.set_archived, task["n"], now)
+            archived.append(task["child_key"])
+    return archived
 
 
 async def _archive_or_delete_child(tx: Tx, task: Row, now: int) -> bool:
     """Archive or delete a child. False if it is busy; then its task is postponed."""
-    if await tx.one(session_rows.SQL.running_or_queued, id=task["child"]):
-        await tx.do(subagents.SQL.postpone_archive, n=task["n"], later=now + BUSY_CHILD_RETRY_MS)
+    if await session_rows.has_unfinished_runs(tx, task["child"]):
+        await task_rows.postpone_archive(tx, task["n"], now + BUSY_CHILD_RETRY_MS)
         return False
-    if subagents.decode_task_options(task).cleanup == "keep":
-        await tx.do(session_rows.SQL.archive, id=task["child"], now=now)
-    elif child := await tx.one(session_rows.SQL.by_id, id=task["child"]):
+    if task_rows.decode_task_options(task).cleanup == "keep":
+        await session_rows.archive_session(tx, task["child"], now)
+    elif child := await session_rows.find_by_id(tx, task["child"]):
         await session_rows.delete_session(tx, child["id"], child["key"], now)
     return True
-
-
-async def _mark_archived(tx: Tx, n: int, now: int) -> None:
-    await tx.do(subagents.SQL.set_archived, n=n, now=now)
 
 
 def _remove_files(options: TaskOptions) -> None:

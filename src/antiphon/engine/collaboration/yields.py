@@ -6,14 +6,20 @@
 `runs.woken_by` is '' for a run that waits, and later the id of the run that wakes its session. Several runs of
 one session may wait at once: one wake answers for all of them, or one for each agent in the session that all agents
 share. A run that yields keeps its exchange until it has ended, because it may still fail; it is handed on after that.
-`subagents` decides which session is woken, and when.
+`subagents` decides when a task has ended; here is decided which session that wakes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from antiphon.engine.collaboration import prompts, task_rows
+from antiphon.engine.collaboration.permissions import SPAWN_TOOL_NAME
+from antiphon.engine.runs import run_queue
+from antiphon.engine.runs.effects import NO_EFFECTS, Effects
+from antiphon.engine.runs.run_queue import WAKE_ORIGIN, AcceptedRun, Submission
+from antiphon.messages import Provenance, UserMessage
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
@@ -106,3 +112,80 @@ async def _hand_on_exchanges(tx: Tx, run: Row, wake: str) -> None:
         await tx.do(RUNS_SQL.assign_wake, id=each["id"], wake=wake)
     # For a replica of the previous version, which knows one exchange and one addressee per run.
     await tx.do(RUNS_SQL.assign_exchange, id=wake, exchange=run["exchange"], target=run["target"])
+
+
+# --- waking ---
+
+
+class WakeRequest(NamedTuple):
+    """A session to wake, the id that makes this wake unique, and the agent that yielded (`runs.agent_id`)."""
+
+    session: int
+    key: str
+    id: str
+    agent_id: str | None = None
+
+    @property
+    def run_id(self) -> str:
+        return f"wake:{self.id}" if self.agent_id is None else f"wake:{self.id}:{self.agent_id}"
+
+
+async def wake_requester(tx: Tx, task: Row, now: int) -> Effects:
+    """Wake the requester if it yielded and has nothing more to wait for."""
+    requester = await task_rows.find_living_requester(tx, task)
+    if requester is None or requester.session["yielded"] is None or not task["wakes"]:
+        return NO_EFFECTS
+    session = requester.session
+    if session["yielded"] == "all" and await task_rows.count_awaited(tx, session["id"]):
+        return NO_EFFECTS
+    effects, wakes = NO_EFFECTS, dict[str | None, str]()
+    for agent in await list_waiting_agents(tx, session) or [requester.agent_id]:
+        accepted = await queue_wake(
+            tx, WakeRequest(session["id"], session["key"], task["id"], agent), task, now
+        )
+        if accepted is not None:
+            wakes[agent] = accepted.run_id
+            effects += Effects.queue(accepted)
+    if wakes:
+        await hand_waiting_runs_to_wakes(tx, session, wakes)
+    return effects
+
+
+async def queue_wake(tx: Tx, waking: WakeRequest, reported: Row, now: int) -> AcceptedRun | None:
+    """Queue a run for a session after the reports it was waiting for; `reported` is the task of the last one.
+
+    The run finishes the session's own task, and the exchanges of yielded runs are handed to it (`yields`).
+    """
+    own_task = await task_rows.continue_task(tx, waking.key, waking.run_id)
+    submission = Submission(
+        run_id=waking.run_id,
+        session=waking.session,
+        session_key=waking.key,
+        origin=WAKE_ORIGIN,
+        message=UserMessage(
+            content=prompts.WAKE_MESSAGE,
+            timestamp=now,
+            provenance=Provenance(kind="wake", source_tool=SPAWN_TOOL_NAME, chain_id=reported["chain"]),
+        ),
+        deadline_at=own_task.deadline_at,
+        task=own_task.n,
+        chain=reported["chain"],
+        hop=reported["hop"] - 1,  # same hop as when it spawned; the chain's limit of runs bounds repetition
+        agent_id=waking.agent_id,
+    )
+    return await run_queue.submit_follow_up(tx, submission, now)
+
+
+async def load_progress(tx: Tx, session: int, run_id: str | None) -> tuple[int, Row | None]:
+    """Return how many tasks of a session are active, and the last one reported since the given run began."""
+    reported = await tx.one(TASKS_SQL.last_report_during_run, requester=session, run_id=run_id)
+    return await task_rows.count_awaited(tx, session), reported
+
+
+async def hand_to_queued_wake(tx: Tx, session: int, run_id: str | None, agent_id: str | None) -> bool:
+    """Hand a run to a wake that is already queued for this agent in its session. False if none is queued."""
+    waking = await tx.one(RUNS_SQL.queued_wake, session=session, agent_id=agent_id)
+    if waking is None:
+        return False
+    await hand_run_to_wake(tx, run_id, waking["id"])
+    return True

@@ -19,7 +19,7 @@ import msgspec
 
 from antiphon.bus import Delivered, EventBus, session_topic
 from antiphon.clock import Clock
-from antiphon.engine.collaboration import subagents
+from antiphon.engine.collaboration import task_rows
 from antiphon.engine.outbox import delivery_rows, sanitize
 from antiphon.engine.outbox.delivery_rows import WEBCHAT_CHANNEL, Destination
 from antiphon.engine.sessions.resolver import SessionResolver
@@ -290,5 +290,5 @@ async def _settle_delivery(
     if row["exchange"] is not None:
         await tx.do(EXCHANGES_SQL.set_announced, n=row["exchange"], announced=state)
     if row["task"] is not None:
-        await subagents.record_announce_outcome(tx, row["task"], state, now)
+        await task_rows.record_announce_outcome(tx, row["task"], state, now)
     return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from antiphon import keys
-from antiphon.engine.collaboration import exchanges, subagents, yields
+from antiphon.engine.collaboration import exchanges, subagents, task_rows, yields
 from antiphon.engine.outbox import delivery_rows, sanitize
 from antiphon.engine.outbox.delivery_rows import Destination, NewDelivery
 from antiphon.engine.runs import run_queue
@@ -125,7 +125,7 @@ def _build_reply_note(
 
 async def has_stuck_work(tx: Tx) -> bool:
     """Whether an exchange or task is left that no run will advance."""
-    return bool(await tx.all(exchanges.SQL.stalled) or await tx.all(subagents.SQL.stalled))
+    return bool(await exchanges.list_stalled_exchanges(tx) or await task_rows.list_stalled_tasks(tx))
 
 
 async def settle_stuck_work(tx: Tx, now: int) -> Effects:

@@ -60,6 +60,21 @@ def get_named_transcript(row: Row) -> tuple[int, str]:
     return row["named_transcript"], row["named_session_id"]
 
 
+async def find_by_id(tx: Tx, session: int) -> Row | None:
+    """Return every column of a session; None if it was deleted."""
+    return await tx.one(SQL.by_id, id=session)
+
+
+async def find_by_key(tx: Tx, key: str) -> Row | None:
+    """Return every column of a session; None if no session has this key."""
+    return await tx.one(SQL.all_columns_by_key, key=key)
+
+
+async def has_unfinished_runs(tx: Tx, session: int) -> bool:
+    """Whether a run of the session is running or queued."""
+    return bool(await tx.one(SQL.running_or_queued, id=session))
+
+
 async def load_full_session(tx: Tx, session: int) -> Row:
     """Return every column of a session that exists."""
     row = await tx.one(SQL.by_id, id=session)
@@ -238,6 +253,11 @@ async def check_idle(tx: Tx, session: Row) -> None:
 async def list_transcripts(tx: Tx, session: Row) -> list[Row]:
     """Return all transcripts of this key, newest first."""
     return await tx.all(SQL.transcripts_of, key=session["key"])
+
+
+async def archive_session(tx: Tx, session: int, now: int) -> None:
+    """Hide a session; nothing of it is deleted."""
+    await tx.do(SQL.archive, id=session, now=now)
 
 
 async def delete_session(tx: Tx, session: int, key: str, now: int) -> None:
