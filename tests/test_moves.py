@@ -560,7 +560,7 @@ async def test_a_source_that_was_used_meanwhile_is_noticed(database: Path, targe
     half = everything(target)
     change(database, "UPDATE sessions SET updated_at = updated_at + 1 WHERE id = 1")
     error = await refused(
-        migrate_to_postgres(database, target, ignore), Conflict, "the source was used since"
+        migrate_to_postgres(database, target, ignore), Conflict, "the source has changed since"
     )
     assert error.data["table"] == "sessions"
     assert everything(target) == half
