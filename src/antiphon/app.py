@@ -40,9 +40,8 @@ from antiphon.errors import NotFound, StoreError
 from antiphon.job_operations import JobOperations
 from antiphon.operations import Operations
 from antiphon.runtimes import Runtime
-from antiphon.runtimes.concurrency import ConcurrencyLimitedRuntime
 from antiphon.runtimes.model import ModelRuntime
-from antiphon.runtimes.registry import RuntimeRegistry
+from antiphon.runtimes.registry import ConcurrencyLimitedRuntime, RuntimeRegistry
 from antiphon.state_access import create_operations, open_operations_readonly
 from antiphon.store import CommitPhase, Store
 from antiphon.store.factory import open_store

@@ -101,7 +101,7 @@ async def failing(failure: Failure) -> AsyncGenerator[ModelRuntime]:
         spec = ModelSpec(
             provider="test", model="gpt-5", api="openai-completions", base_url=url, api_key=API_KEY
         )
-        runtime = ModelRuntime(spec, patience=hurried)
+        runtime = ModelRuntime(spec, retry_policy=hurried)
         try:
             yield runtime
         finally:

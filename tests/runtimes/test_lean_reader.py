@@ -42,7 +42,7 @@ from antiphon.runtimes.model import (
     is_plain_chat_completions,
 )
 from antiphon.runtimes.openai_chat import reader as completions_reader
-from antiphon.runtimes.openai_chat.event_stream import EventStreamParser
+from antiphon.runtimes.openai_chat.answer import EventStreamParser
 from antiphon.runtimes.openai_chat.reader import CompletionsReader
 from antiphon.runtimes.openai_chat.reasoning_efforts import load_library_efforts, load_reasoning_efforts
 from antiphon.runtimes.pydantic_ai.reader import PydanticReader

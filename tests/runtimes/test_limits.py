@@ -61,10 +61,10 @@ async def _left(receive: Any) -> None:
 
 @asynccontextmanager
 async def reading(
-    reader: type[HttpReader], app: App, patience: RetryPolicy = HURRIED, **changes: Any
+    reader: type[HttpReader], app: App, retry_policy: RetryPolicy = HURRIED, **changes: Any
 ) -> AsyncGenerator[HttpReader]:
     async with asyncio.timeout(BOUND), serve_asgi(app) as url:
-        opened = reader(spec_for("openai-completions", url, **changes), patience)
+        opened = reader(spec_for("openai-completions", url, **changes), retry_policy)
         try:
             yield opened
         finally:
@@ -184,7 +184,7 @@ async def test_no_redirect_to_another_origin_is_followed(api: Api, library: None
             (307, "http://["),
         ):
             provider.script(Failure(status=status, body={}, headers=(("location", f"{target}/v1/steal"),)))
-        runtime = ModelRuntime(spec_for(api, provider.url), patience=HURRIED)
+        runtime = ModelRuntime(spec_for(api, provider.url), retry_policy=HURRIED)
         for _ in range(4):
             with pytest.raises(ProviderError) as caught:
                 await runtime.step(prompt_of(), Recorder())
@@ -278,8 +278,8 @@ async def test_of_too_many_calls_the_first_are_kept(api: Api, library: None) -> 
     "drip", [b": keep-alive\n\n", event({}), event({"role": "assistant", "content": ""})]
 )
 async def test_keep_alives_are_no_content(reader: type[HttpReader], drip: bytes) -> None:
-    patience = RetryPolicy(content=0.3)
-    async with reading(reader, endless(drip), patience, max_answer_bytes=1_000_000_000) as opened:
+    retry_policy = RetryPolicy(content=0.3)
+    async with reading(reader, endless(drip), retry_policy, max_answer_bytes=1_000_000_000) as opened:
         error = await failing(opened)
     assert not error.retryable
     assert "without answering" in str(error)
@@ -288,18 +288,18 @@ async def test_keep_alives_are_no_content(reader: type[HttpReader], drip: bytes)
 @readers
 async def test_content_is_waited_for_as_long_as_it_comes(reader: type[HttpReader]) -> None:
     clock = asyncio.get_running_loop()
-    patience = RetryPolicy(content=0.2)
+    retry_policy = RetryPolicy(content=0.2)
 
     async def app(scope: MutableMapping[str, Any], receive: Any, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        until = clock.time() + 4 * patience.content
+        until = clock.time() + 4 * retry_policy.content
         while clock.time() < until:
             await send({"type": "http.response.body", "body": event({"content": "x"}), "more_body": True})
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": STOP})
 
-    async with reading(reader, app, patience, max_answer_bytes=1_000_000_000) as opened:
+    async with reading(reader, app, retry_policy, max_answer_bytes=1_000_000_000) as opened:
         assert set((await opened.read(prompt_of(), Recorder())).text) == {"x"}
 
 

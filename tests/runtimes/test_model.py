@@ -161,9 +161,9 @@ async def step(
     spec: ModelSpec,
     prompt: Prompt | None = None,
     deltas: Recorder | None = None,
-    patience: RetryPolicy = HURRIED,
+    retry_policy: RetryPolicy = HURRIED,
 ) -> AssistantMessage:
-    runtime = ModelRuntime(spec, patience=patience)
+    runtime = ModelRuntime(spec, retry_policy=retry_policy)
     try:
         async with asyncio.timeout(20):
             return await runtime.step(prompt or prompt_of(), deltas or Recorder())
@@ -171,9 +171,9 @@ async def step(
         await runtime.close()
 
 
-async def failing(spec: ModelSpec, patience: RetryPolicy = HURRIED) -> ProviderError:
+async def failing(spec: ModelSpec, retry_policy: RetryPolicy = HURRIED) -> ProviderError:
     with pytest.raises(ProviderError) as caught:
-        await step(spec, patience=patience)
+        await step(spec, retry_policy=retry_policy)
     error = caught.value
     assert spec.provider in str(error)
     assert spec.model in str(error)
@@ -482,7 +482,7 @@ async def test_attempts_are_bounded(provider: Provider, api: Api) -> None:
 @pytest.mark.requirement("G20")
 @both
 async def test_retry_after_is_honoured(provider: Provider, api: Api) -> None:
-    runtime = ModelRuntime(spec_for(api, provider.url), patience=HURRIED)
+    runtime = ModelRuntime(spec_for(api, provider.url), retry_policy=HURRIED)
     async with asyncio.timeout(20):
         await runtime.step(prompt_of(), Recorder())  # loads the libraries, so that only waiting is measured
         provider.script(
@@ -502,14 +502,14 @@ async def test_retry_after_may_be_a_date(provider: Provider, seconds: int) -> No
     """Too far away for this patience or not, it is understood."""
     moment = format_datetime(datetime.now(UTC) + timedelta(seconds=seconds), usegmt=True)
     provider.script(Failure(status=503, headers=(("retry-after", moment),), body={"error": "back soon"}))
-    spec, patience = (
+    spec, retry_policy = (
         spec_for("openai-completions", provider.url),
         structs.replace(HURRIED, retry_after=30.0),
     )
     if seconds < 30:
-        assert (await step(spec, patience=patience)).text == "Hello there."
+        assert (await step(spec, retry_policy=retry_policy)).text == "Hello there."
     else:
-        assert 30 < (await failing(spec, patience)).data["retryAfter"] <= 40
+        assert 30 < (await failing(spec, retry_policy)).data["retryAfter"] <= 40
 
 
 @pytest.mark.requirement("G20")
@@ -546,7 +546,7 @@ async def test_cut_off_answer_is_not_an_answer(provider: Provider, api: Api, cle
 @every
 async def test_cancelling_stops_the_stream_at_once(provider: Provider, api: Api) -> None:
     provider.default = Answer(text=("one", "two", "three"), hold_after=5)
-    runtime = ModelRuntime(spec_for(api, provider.url), patience=HURRIED)
+    runtime = ModelRuntime(spec_for(api, provider.url), retry_policy=HURRIED)
     took: list[float] = []
     for _ in range(5):
         provider.disconnected.clear()
@@ -568,7 +568,7 @@ async def test_cancelling_stops_the_stream_at_once(provider: Provider, api: Api)
 @both
 async def test_cancelling_before_the_first_byte(provider: Provider, api: Api) -> None:
     provider.default = Answer(hold_after=0)
-    runtime = ModelRuntime(spec_for(api, provider.url), patience=HURRIED)
+    runtime = ModelRuntime(spec_for(api, provider.url), retry_policy=HURRIED)
     running = asyncio.create_task(runtime.step(prompt_of(), Recorder()))
     async with asyncio.timeout(20):
         await provider.arrived.wait()
@@ -584,8 +584,8 @@ async def test_cancelling_before_the_first_byte(provider: Provider, api: Api) ->
 @pytest.mark.parametrize("held", [0, 3])
 async def test_silence_is_not_waited_for_for_ever(provider: Provider, api: Api, held: int) -> None:
     provider.default = Answer(text=("a", "b"), hold_after=held)
-    patience = RetryPolicy(attempts=2, first_wait=0.001, longest_wait=0.002, jitter=0.0, idle=0.1)
-    error = await failing(spec_for(api, provider.url), patience)
+    retry_policy = RetryPolicy(attempts=2, first_wait=0.001, longest_wait=0.002, jitter=0.0, idle=0.1)
+    error = await failing(spec_for(api, provider.url), retry_policy)
     assert error.retryable
     assert "stopped sending" in str(error)
     assert len(provider.received) == 2
@@ -783,7 +783,7 @@ async def test_what_the_model_is_shown(provider: Provider, api: Api) -> None:
 
 @readers
 async def test_one_reader_serves_every_step(provider: Provider) -> None:
-    runtime = ModelRuntime(spec_for("openai-completions", provider.url), patience=HURRIED)
+    runtime = ModelRuntime(spec_for("openai-completions", provider.url), retry_policy=HURRIED)
     async with asyncio.timeout(20):
         answers = await asyncio.gather(*(runtime.step(prompt_of(), Recorder()) for _ in range(5)))
     assert {answer.text for answer in answers} == {"Hello there."}

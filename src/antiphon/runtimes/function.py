@@ -133,13 +133,13 @@ def _is_library_file(file: str) -> bool:
 
 
 async def _collect_pieces(pieces: AsyncGenerator[str, None], deltas: Deltas) -> str:
-    said: list[str] = []
+    collected: list[str] = []
     # Closed here, so that a cancelled step has run the function's own cleanup when it returns.
     async with aclosing(pieces):
         async for piece in pieces:
             deltas.text(piece)
-            said.append(piece)
-    return "".join(said)
+            collected.append(piece)
+    return "".join(collected)
 
 
 def load_function(target: str) -> AgentFunction:

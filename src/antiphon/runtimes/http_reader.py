@@ -57,14 +57,14 @@ class HttpReader(ABC):
     def __init__(
         self,
         spec: ModelSpec,
-        patience: RetryPolicy,
+        retry_policy: RetryPolicy,
         *,
         http: httpx2.AsyncClient | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._spec = spec
-        self._patience = patience
-        self._http = http or _open_client(patience)
+        self._retry_policy = retry_policy
+        self._http = http or _open_client(retry_policy)
         # Not a custom transport: a client with one ignores the proxy settings of the environment.
         self._http.event_hooks = {"response": [self._guard_response]}
         self._clock = clock or SystemClock()
@@ -75,7 +75,7 @@ class HttpReader(ABC):
         """Builds what every step shares."""
 
     async def read(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
-        async with AnswerMeter(self._spec, self._patience.content) as meter:
+        async with AnswerMeter(self._spec, self._retry_policy.content) as meter:
             return await self._read(prompt, deltas, meter)
 
     @abstractmethod
@@ -164,6 +164,12 @@ class HttpReader(ABC):
         return lambda data: _inflate_pieces(inflate, data)
 
 
+def iterate_body(response: httpx2.Response) -> AsyncGenerator[bytes]:
+    """Yields the events of a successful response as `httpx2` would, without its two more layers per piece."""
+    assert isinstance(response.stream, _BoundedStream)
+    return response.stream.read_events()
+
+
 def build_too_long_error(spec: ModelSpec) -> ProviderError:
     return build_provider_error(spec, "tooLong", reason=f"more than {spec.max_answer_bytes} bytes")
 
@@ -174,14 +180,14 @@ class AnswerMeter:
     Keep-alive comments and empty chunks are not content: a provider could send them for days.
     """
 
-    def __init__(self, spec: ModelSpec, patience: float) -> None:
+    def __init__(self, spec: ModelSpec, max_idle_seconds: float) -> None:
         self._spec = spec
-        self._patience = patience
+        self._max_idle_seconds = max_idle_seconds
         self._bytes = self._argument_bytes = self._calls = 0
         self._loop = asyncio.get_running_loop()
         self._latest = self._loop.time()
         self._limit = asyncio.timeout(None)
-        self._timer = self._loop.call_later(patience, self._check_idle)
+        self._timer = self._loop.call_later(max_idle_seconds, self._check_idle)
 
     async def __aenter__(self) -> Self:
         await self._limit.__aenter__()
@@ -194,7 +200,7 @@ class AnswerMeter:
         try:
             await self._limit.__aexit__(kind, error, trace)
         except TimeoutError:
-            waited = f"nothing of it came for {self._patience:g} seconds"
+            waited = f"nothing of it came for {self._max_idle_seconds:g} seconds"
             raise build_provider_error(self._spec, "stalled", reason=waited) from None
 
     def add(self, piece: str) -> None:
@@ -228,7 +234,7 @@ class AnswerMeter:
 
     def _check_idle(self) -> None:
         """Aborts if idle for too long. One rescheduled timer is cheaper than one per piece."""
-        due = self._latest + self._patience
+        due = self._latest + self._max_idle_seconds
         if self._loop.time() >= due:
             self._limit.reschedule(self._loop.time())
         else:
@@ -257,24 +263,24 @@ class _BoundedStream(httpx2.AsyncByteStream):
         self._failed = failed
 
     def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._read_beginning() if self._failed else self._read_events()
+        return self._read_beginning() if self._failed else self.read_events()
 
     async def aclose(self) -> None:
         await self._stream.aclose()
 
     async def _read_beginning(self) -> AsyncGenerator[bytes]:
         left = MAX_ERROR_BODY_BYTES
-        async for piece in self._read_pieces():
+        async for piece in self._stream if self._decode is None else self._decompress():
             yield piece[:left]
             left -= len(piece)
             if left <= 0:
                 return
 
-    async def _read_events(self) -> AsyncGenerator[bytes]:
+    async def read_events(self) -> AsyncGenerator[bytes]:
         held = bytearray()  # the start of an incomplete event
         seen = 0
         max_bytes = self._spec.max_answer_bytes + self._spec.max_attachment_bytes
-        async for piece in self._read_pieces():
+        async for piece in self._stream if self._decode is None else self._decompress():
             seen += len(piece)
             if seen > max(MIN_WIRE_BYTES, WIRE_FACTOR * max_bytes):
                 raise build_provider_error(
@@ -318,14 +324,13 @@ class _BoundedStream(httpx2.AsyncByteStream):
                 self._spec, "brokenOff", reason="an event of the stream has too many lines"
             )
 
-    async def _read_pieces(self) -> AsyncGenerator[bytes]:
+    async def _decompress(self) -> AsyncGenerator[bytes]:
+        """Yields the decompressed body."""
+        assert self._decode is not None
         try:
             async for piece in self._stream:
-                if self._decode is None:
-                    yield piece
-                else:
-                    for part in self._decode(piece):
-                        yield part
+                for part in self._decode(piece):
+                    yield part
         except zlib.error:
             raise build_provider_error(
                 self._spec, "brokenOff", reason="its answer cannot be decompressed"
@@ -344,9 +349,9 @@ def _get_origin(url: httpx2.URL) -> tuple[str, str, int | None]:
     return url.scheme, url.host, url.port or ports.get(url.scheme)
 
 
-def _open_client(patience: RetryPolicy) -> httpx2.AsyncClient:
+def _open_client(retry_policy: RetryPolicy) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(
-        timeout=httpx2.Timeout(patience.idle, connect=patience.connect, pool=None),
+        timeout=httpx2.Timeout(retry_policy.idle, connect=retry_policy.connect, pool=None),
         # The engine limits how many runs are active; a second limit here would only hide the waiting.
         limits=httpx2.Limits(max_connections=None, max_keepalive_connections=100),
         headers={"accept-encoding": "identity"},

@@ -121,7 +121,7 @@ class ModelRuntime:
         self,
         spec: ModelSpec,
         *,
-        patience: RetryPolicy | None = None,
+        retry_policy: RetryPolicy | None = None,
         reader: Reader | None = None,
         slots: asyncio.Semaphore | None = None,
         clock: Clock | None = None,
@@ -129,7 +129,7 @@ class ModelRuntime:
         """`slots` limits concurrent requests across all runtimes that share it; waiting for a retry holds none."""
         self._slots = slots or asyncio.Semaphore(1000)
         self.spec = spec
-        self._patience = patience or RetryPolicy()
+        self._retry_policy = retry_policy or RetryPolicy()
         self._reader = reader
         self._clock = clock
         self._opening = asyncio.Lock()
@@ -142,7 +142,7 @@ class ModelRuntime:
         reader = self._reader or await self._open_reader()
         from antiphon.runtimes.retry import iterate_attempts  # noqa: PLC0415 - came with the reader
 
-        async for attempt in iterate_attempts(self._patience):
+        async for attempt in iterate_attempts(self._retry_policy):
             with attempt:
                 if attempt.num > 1:
                     deltas.restart()
@@ -167,13 +167,15 @@ class ModelRuntime:
         async with self._opening:
             if self._reader is None:
                 # Importing the provider libraries takes most of a second, so do it off the event loop.
-                self._reader = await asyncio.to_thread(open_reader, self.spec, self._patience, self._clock)
+                self._reader = await asyncio.to_thread(
+                    open_reader, self.spec, self._retry_policy, self._clock
+                )
             return self._reader
 
 
 def open_reader(
     spec: ModelSpec,
-    patience: RetryPolicy,
+    retry_policy: RetryPolicy,
     clock: Clock | None = None,
     *,
     http: httpx2.AsyncClient | None = None,
@@ -184,10 +186,10 @@ def open_reader(
     if is_plain_chat_completions(spec):
         from antiphon.runtimes.openai_chat.reader import CompletionsReader  # noqa: PLC0415
 
-        return CompletionsReader(spec, patience, http=http, clock=clock)
+        return CompletionsReader(spec, retry_policy, http=http, clock=clock)
     from antiphon.runtimes.pydantic_ai.reader import PydanticReader  # noqa: PLC0415
 
-    return PydanticReader(spec, patience, http=http, clock=clock)
+    return PydanticReader(spec, retry_policy, http=http, clock=clock)
 
 
 _PECULIAR_MODEL_PREFIXES = ("anthropic/", "deepseek/", "moonshotai/", "qwen/")
@@ -316,8 +318,8 @@ def build_provider_error(
     """
     what, hint = _SENTENCES_BY_KIND[kind]
     names = {"provider": spec.provider, "model": spec.model, "url": mask_url(spec.base_url)}
-    said = "" if kind == "credentials" else _mask_secrets(spec, reason)
-    aside = ": ".join(str(part) for part in (status, said) if part)
+    shown_reason = "" if kind == "credentials" else _mask_secrets(spec, reason)
+    aside = ": ".join(str(part) for part in (status, shown_reason) if part)
     what = f"Provider {spec.provider!r} {what.format(**names)}{f' ({aside})' if aside else ''}."
     data: dict[str, object] = {"status": status, "provider": spec.provider, "model": spec.model}
     if retry_after is not None and retry_after >= 0:  # false for NaN as well
@@ -330,15 +332,15 @@ def build_provider_error(
 
 
 def _mask_secrets(spec: ModelSpec, reason: str) -> str:
-    said = " ".join(reason.split())
+    masked = " ".join(reason.split())
     # In `Bearer abc` the second word alone is a secret, too.
     tokens = [
         v.partition(" ")[2] for name, v in spec.headers.items() if name.lower().endswith("authorization")
     ]
     for secret in (spec.api_key, *spec.headers.values(), *tokens):
         if secret:
-            said = said.replace(secret, "***")
-    return said if len(said) <= 300 else f"{said[:299]}…"
+            masked = masked.replace(secret, "***")
+    return masked if len(masked) <= 300 else f"{masked[:299]}…"
 
 
 def _format_clock_time(seconds: float) -> str:

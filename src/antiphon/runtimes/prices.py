@@ -28,15 +28,15 @@ class Prices:
         """The `counted` tokens with their cost; `details` has other facts of the answer that some prices depend on."""
         read, written = counted.cache_read_tokens or 0, counted.cache_write_tokens or 0
         input_, output = counted.input_tokens or 0, counted.output_tokens or 0
-        said = TokenUsage(
+        reported = TokenUsage(
             input=max(input_ - read - written, 0),
             output=output,
             cache_read=read,
             cache_write=written,
             total_tokens=max(input_, read + written) + output,
         )
-        usage = clamp_usage(said)
-        if usage != said:
+        usage = clamp_usage(reported)
+        if usage != reported:
             return usage  # an impossible count has no price
         if self._own is not None:
             cost = _compute_own_cost(self._own, usage)

@@ -54,7 +54,7 @@ class _ScriptStep(msgspec.Struct):
 
 
 class _Script(msgspec.Struct):
-    acts: list[_ScriptStep]
+    steps: list[_ScriptStep]
     """Steps that call tools, in order."""
     ending: _ScriptStep
     lines: list[str] = msgspec.field(default_factory=list[str])
@@ -77,34 +77,33 @@ class RehearsalRuntime:
         return None
 
     async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
-        told, results = _find_position(prompt.messages)
-        script = _parse_script(told)
+        instruction, results = _find_position(prompt.messages)
+        script = _parse_script(instruction)
         if script is None:
-            text = (
-                _answer_unscripted_step(told, prompt) or f"You said: {told.strip()!r}. {_format_help(prompt)}"
-            )
+            usage = f"You said: {instruction.strip()!r}. {_format_help(prompt)}"
+            text = _answer_unscripted_step(instruction, prompt) or usage
             return await self._stream_reply(prompt, deltas, text)
-        act = _find_next_step(script, len(results))
-        if problem := _find_problem(script, act, prompt):
+        step = _find_next_step(script, len(results))
+        if problem := _find_problem(script, step, prompt):
             return await self._stream_reply(prompt, deltas, problem)
-        if act.calls:
-            return self._build_tool_calls(prompt, deltas, act)
+        if step.calls:
+            return self._build_tool_calls(prompt, deltas, step)
         if script.failure is not None:
             raise _build_failure(script.failure)
         text = "\n".join(script.lines) if script.lines else _format_last_results(script, results)
-        return await self._stream_reply(prompt, deltas, text, thoughts=act.thoughts, seconds=script.seconds)
+        return await self._stream_reply(prompt, deltas, text, thoughts=step.thoughts, seconds=script.seconds)
 
     async def close(self) -> None:
         """Does nothing: it holds no resources."""
 
-    def _build_tool_calls(self, prompt: Prompt, deltas: Deltas, act: _ScriptStep) -> AssistantMessage:
+    def _build_tool_calls(self, prompt: Prompt, deltas: Deltas, step: _ScriptStep) -> AssistantMessage:
         # Ids depend only on the run and step, so a repeated step is recognised.
         run = blake2s(prompt.run_id.encode(), digest_size=6).hexdigest()
         calls = [
             ToolCall(id=f"call_{run}_{len(prompt.messages)}_{index}", name=name, arguments=arguments)
-            for index, (name, arguments) in enumerate(act.calls)
+            for index, (name, arguments) in enumerate(step.calls)
         ]
-        return self._build_assistant(prompt, [*_emit_thinking(act.thoughts, deltas), *calls])
+        return self._build_assistant(prompt, [*_emit_thinking(step.thoughts, deltas), *calls])
 
     async def _stream_reply(
         self, prompt: Prompt, deltas: Deltas, text: str, *, thoughts: Sequence[str] = (), seconds: float = 0.0
@@ -139,14 +138,14 @@ def _format_help(prompt: Prompt) -> str:
     return f"Instruct me with lines such as `say hello`, {call}`think …`, `slow 2` or `fail …`."
 
 
-def _answer_unscripted_step(told: str, prompt: Prompt) -> str | None:
+def _answer_unscripted_step(instruction: str, prompt: Prompt) -> str | None:
     """The answer to an unscripted step between agents."""
-    if told.split("\n", 1)[0].endswith("announce step."):
-        quoted = [line.removeprefix("> ") for line in told.splitlines() if line.startswith("> ")]
-        wished = [line.removeprefix("announce ") for line in quoted if line.startswith("announce ")]
-        _, _, last = told.rpartition(":\n> ")
-        return wished[0] if wished else last.replace("\n> ", "\n").strip()
-    if told.startswith("The sub-agents you were waiting for"):
+    if instruction.split("\n", 1)[0].endswith("announce step."):
+        quoted = [line.removeprefix("> ") for line in instruction.splitlines() if line.startswith("> ")]
+        announcements = [line.removeprefix("announce ") for line in quoted if line.startswith("announce ")]
+        _, _, last = instruction.rpartition(":\n> ")
+        return announcements[0] if announcements else last.replace("\n> ", "\n").strip()
+    if instruction.startswith("The sub-agents you were waiting for"):
         return "Their reports are in."
     return "REPLY_SKIP" if "REPLY_SKIP" in prompt.instructions else None
 
@@ -162,11 +161,11 @@ def _find_position(messages: Sequence[Message]) -> tuple[str, list[ToolResult]]:
     return "", results[::-1]
 
 
-def _parse_script(told: str) -> _Script | None:
+def _parse_script(instruction: str) -> _Script | None:
     """The parsed script, or None without any instruction."""
-    script = _Script(acts=[], ending=_ScriptStep())
+    script = _Script(steps=[], ending=_ScriptStep())
     instructed = False
-    for line in map(str.strip, told.splitlines()):
+    for line in map(str.strip, instruction.splitlines()):
         verb, _, rest = line.partition(" ")
         if verb in _VERB_HANDLERS and (rest or verb == "say"):
             instructed = True
@@ -180,7 +179,7 @@ def _add_call(script: _Script, line: str, _: str) -> None:
     except ValueError as error:
         script.unreadable = script.unreadable or f"I cannot read {line!r}: {error}."
     else:
-        script.acts.append(script.ending)
+        script.steps.append(script.ending)
         script.ending = _ScriptStep()
 
 
@@ -247,27 +246,27 @@ def _read_arguments(line: str, at: int) -> tuple[dict[str, Any], int]:
 
 
 def _find_next_step(script: _Script, done: int) -> _ScriptStep:
-    for act in script.acts:
-        if done < len(act.calls):
-            return act
-        done -= len(act.calls)
+    for step in script.steps:
+        if done < len(step.calls):
+            return step
+        done -= len(step.calls)
     return script.ending
 
 
-def _find_problem(script: _Script, act: _ScriptStep, prompt: Prompt) -> str | None:
+def _find_problem(script: _Script, step: _ScriptStep, prompt: Prompt) -> str | None:
     if script.unreadable:
         return script.unreadable
     known = [tool.name for tool in prompt.tools]
-    missing = next((name for name, _ in act.calls if name not in known), None)
+    missing = next((name for name, _ in step.calls if name not in known), None)
     if missing is None:
         return None
     return f"I have no tool named {missing!r}. I have: {', '.join(known) or 'none'}."
 
 
 def _format_last_results(script: _Script, results: Sequence[ToolResult]) -> str:
-    if not script.acts:
+    if not script.steps:
         return "Thought about it." if script.ending.thoughts else "Done."
-    return "\n".join(result.text for result in results[-len(script.acts[-1].calls) :])
+    return "\n".join(result.text for result in results[-len(script.steps[-1].calls) :])
 
 
 def _build_failure(text: str) -> ProviderError:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def iterate_attempts(patience: RetryPolicy) -> AsyncIterator[stamina.Attempt]:
+def iterate_attempts(retry_policy: RetryPolicy) -> AsyncIterator[stamina.Attempt]:
     """Yields the attempts at one request as context managers; the last one raises."""
     _install_retry_hook()
 
@@ -33,16 +33,16 @@ def iterate_attempts(patience: RetryPolicy) -> AsyncIterator[stamina.Attempt]:
         asked: float | None = error.data.get("retryAfter")
         if asked is None:
             return True
-        return asked <= patience.retry_after and asked + random.uniform(0, patience.jitter)  # noqa: S311
+        return asked <= retry_policy.retry_after and asked + random.uniform(0, retry_policy.jitter)  # noqa: S311
 
     return aiter(
         stamina.retry_context(
             on=wait_for,
-            attempts=patience.attempts,
+            attempts=retry_policy.attempts,
             timeout=None,
-            wait_initial=patience.first_wait,
-            wait_max=patience.longest_wait,
-            wait_jitter=patience.jitter,
+            wait_initial=retry_policy.first_wait,
+            wait_max=retry_policy.longest_wait,
+            wait_jitter=retry_policy.jitter,
         )
     )
 

@@ -1,7 +1,8 @@
-"""Makes any answer storable: no lone surrogates, and token counts that fit a column.
+"""Text to and from models: what is sent where the transcript has none, and answers made storable.
 
-Software that cuts text in UTF-16 can split a surrogate pair: it sends one half now and the other in the next
-piece, or never.
+All readers share the former, so a conversation reads the same to a model whatever its API. Stored answers have no
+lone surrogates: software that cuts text in UTF-16 can split a pair, and sends one half now and the other in the next
+piece, or never. Their token counts fit a column.
 """
 
 from __future__ import annotations
@@ -11,11 +12,35 @@ from typing import Any, cast
 
 import msgspec
 
-from antiphon.messages import AssistantMessage, TokenUsage, encode_message
+from antiphon.messages import AssistantMessage, TokenUsage, ToolResult, encode_message
+
+OPENING_PROMPT = "(The conversation begins.)"
+CONTINUE_PROMPT = "(Continue.)"
+EMPTY_MESSAGE_TEXT = "(empty message)"
+SUMMARY_PREFIX = "Summary of the conversation so far, which is no longer shown in full:\n\n"
+UNREADABLE_IMAGE_TEXT = "[an image that cannot be read]"
+_NO_OUTPUT_TEXT = "(no output)"
+_INTERRUPTED_TEXT = "[interrupted: this call may or may not have taken effect]"
 
 MAX_TOKENS_PER_CALL = 10**12  # far beyond any model; millions of such calls can still be summed
 _TOKEN_COUNT_FIELDS = ("input", "output", "cache_read", "cache_write", "total_tokens")
 _UTF16_ENCODING = "utf-16-le"
+
+
+def format_result(result: ToolResult) -> str:
+    """The result as plain text, never blank, so that it always has the same bytes for the provider's prompt cache."""
+    text = result.text if result.text.strip() else _NO_OUTPUT_TEXT
+    return f"{_INTERRUPTED_TEXT}\n{text}" if result.interrupted else text
+
+
+def is_json_object(text: str) -> bool:
+    """Whether a result is a JSON object, which states its own outcome and is not wrapped again."""
+    if not text.startswith("{"):
+        return False
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except (msgspec.DecodeError, RecursionError):
+        return False
 
 
 def sanitize_answer(answer: AssistantMessage) -> AssistantMessage:
@@ -59,9 +84,15 @@ class SurrogateRepairer:
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder(_UTF16_ENCODING)("replace")
+        self._holds_half = False
 
     def feed(self, piece: str, *, last: bool = False) -> str:
+        if not self._holds_half and piece.isascii():
+            return piece
+        if piece or last:
+            self._holds_half = not last and "\ud800" <= piece[-1] <= "\udbff"
         return self._decoder.decode(piece.encode(_UTF16_ENCODING, "surrogatepass"), last)
 
     def reset(self) -> None:
+        self._holds_half = False
         self._decoder.reset()

@@ -1,12 +1,13 @@
-"""Assembles the answer of a chat completion from its streamed chunks.
+"""Assembles the answer of a chat completion from its event stream: bytes to events, chunks and blocks.
 
-Chunks are decoded into typed structs; unknown fields are ignored. The reader judges whether the result is a valid
-answer, and its cost is computed elsewhere.
+Chunks are decoded into typed structs; unknown fields are ignored. Sizes are limited by `http_reader`. The reader
+judges whether the result is a valid answer, and its cost is computed elsewhere.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
@@ -14,7 +15,6 @@ import msgspec
 from antiphon.messages import TextBlock, ThinkingBlock, ToolCall
 from antiphon.runtimes import Deltas
 from antiphon.runtimes.http_reader import AnswerMeter
-from antiphon.runtimes.openai_chat.event_stream import UnreadableStream
 from antiphon.runtimes.text import repair_surrogates
 from antiphon.runtimes.tool_calls import MAX_KEPT_TOOL_CALLS, build_tool_call, is_too_deep
 
@@ -27,6 +27,48 @@ MAX_ANSWER_ID_CHARACTERS = 256
 """Characters kept of the provider's id for its answer; its support asks for that id."""
 
 _Json = dict[str, Any]
+
+
+class UnreadableStream(Exception):
+    """The stream is malformed; the text says why."""
+
+
+class EventStreamParser:
+    """Extracts the data of server-sent events from arbitrarily split pieces."""
+
+    def __init__(self) -> None:
+        self.has_events = False
+        self._rest = bytearray()
+        self._data: list[bytearray] = []
+
+    def feed(self, piece: bytes) -> Sequence[bytes]:
+        """The data of the events that this piece completes."""
+        end = len(piece) - 2
+        if (
+            not (self._rest or self._data)
+            and piece.startswith(b"data: ")
+            and piece.find(b"\n") == end
+            and piece.endswith(b"\n\n")
+            and b"\r" not in piece
+        ):
+            self.has_events = True
+            return (piece[6:end],)  # nearly every piece is one event of one line
+        self._rest += piece
+        if b"\n" not in piece:
+            return ()
+        *lines, self._rest = self._rest.split(b"\n")
+        return [event for line in lines if (event := self._complete_event(line))]
+
+    def _complete_event(self, line: bytearray) -> bytes | None:
+        """The event completed by this line, if any."""
+        text = line.removesuffix(b"\r")
+        if text.startswith(b"data:"):
+            self._data.append(text[5:].removeprefix(b" "))
+        if text or not self._data:
+            return None
+        data, self._data = b"\n".join(self._data), []
+        self.has_events = True
+        return data
 
 
 class _Function(msgspec.Struct):
@@ -184,6 +226,8 @@ class CompletionAnswer:
         return self._parts[-1]
 
     def _add_thinking(self, delta: _Delta) -> None:
+        if not (delta.reasoning or delta.reasoning_content):
+            return
         for name, piece in zip(THINKING_FIELDS, (delta.reasoning, delta.reasoning_content), strict=True):
             if piece and isinstance(piece, str):
                 self._meter.add(piece)

@@ -16,15 +16,19 @@ import httpx2
 from antiphon import __version__
 from antiphon.messages import AssistantMessage, TokenUsage, collect_call_ids
 from antiphon.runtimes import Deltas, Prompt
-from antiphon.runtimes.http_reader import OPENAI_URL, PLACEHOLDER_KEY, AnswerMeter, HttpReader
+from antiphon.runtimes.http_reader import OPENAI_URL, PLACEHOLDER_KEY, AnswerMeter, HttpReader, iterate_body
 from antiphon.runtimes.model import build_provider_error
-from antiphon.runtimes.openai_chat.answer import CompletionAnswer, decode_chunk
+from antiphon.runtimes.openai_chat.answer import (
+    CompletionAnswer,
+    EventStreamParser,
+    UnreadableStream,
+    decode_chunk,
+)
 from antiphon.runtimes.openai_chat.errors import (
     build_connection_error,
     build_status_error,
     build_stream_error,
 )
-from antiphon.runtimes.openai_chat.event_stream import EventStreamParser, UnreadableStream
 from antiphon.runtimes.openai_chat.reasoning_efforts import load_reasoning_efforts
 from antiphon.runtimes.openai_chat.request import build_request_body
 from antiphon.runtimes.openai_chat.usage import TokenCounters
@@ -86,7 +90,7 @@ class CompletionsReader(HttpReader):
     async def _read_stream(self, response: httpx2.Response, answer: CompletionAnswer) -> None:
         events = EventStreamParser()
         try:
-            async with asyncio.timeout(None) as goodbye, aclosing(response.aiter_bytes()) as pieces:
+            async with asyncio.timeout(None) as goodbye, aclosing(iterate_body(response)) as pieces:
                 async for piece in pieces:
                     for data in events.feed(piece):
                         if data.startswith(b"[DONE]"):
@@ -127,5 +131,5 @@ class CompletionsReader(HttpReader):
         counted = self._counters.count_tokens(answer.usage, model) if answer.usage else None
         if counted is None:
             return None
-        said = {"finish_reason": answer.finish, "service_tier": answer.tier}
-        return self._prices.price_usage(counted, model, said)
+        details = {"finish_reason": answer.finish, "service_tier": answer.tier}
+        return self._prices.price_usage(counted, model, details)

@@ -30,7 +30,7 @@ from antiphon.messages import (
 from antiphon.runtimes import Prompt, Sampling, ToolSpec
 from antiphon.runtimes.model import INVALID_ARGUMENTS_KEY, ModelSpec, get_max_answer_tokens
 from antiphon.runtimes.openai_chat.answer import THINKING_FIELDS, THINKING_TAGS
-from antiphon.runtimes.prompts import (
+from antiphon.runtimes.text import (
     CONTINUE_PROMPT,
     EMPTY_MESSAGE_TEXT,
     OPENING_PROMPT,
@@ -139,9 +139,9 @@ def _encode_answers(messages: Sequence[AssistantMessage], provider: str) -> _Jso
                     # Useless to another provider, and incomplete after an error or abort.
                     if own and message.stop_reason not in ("error", "aborted"):
                         _replay_thinking(block, texts, thoughts)
-    said: _Json = {"role": "assistant"} | {name: "\n\n".join(thought) for name, thought in thoughts.items()}
-    said["content"] = "\n\n".join(texts) if texts else None
-    return said | ({"tool_calls": calls} if calls else {})
+    sent: _Json = {"role": "assistant"} | {name: "\n\n".join(thought) for name, thought in thoughts.items()}
+    sent["content"] = "\n\n".join(texts) if texts else None
+    return sent | ({"tool_calls": calls} if calls else {})
 
 
 def _replay_thinking(block: ThinkingBlock, texts: list[str], thoughts: dict[str, list[str]]) -> None:
@@ -278,8 +278,8 @@ def _join_result_parts(parts: list[str], names: list[str], *, failed: bool) -> s
     """Plain text for plain text, JSON for mixed parts, and `{"error": …}` for a failure that is not a JSON object."""
     if not failed or (len(parts) == 1 and is_json_object(parts[0])):
         return parts[0] if len(parts) == 1 else _encode_json(parts)
-    said = [part for part in parts if part not in names] if names else parts
-    error = {"error": said[0] if len(said) == 1 else _encode_json(said)}
+    words = [part for part in parts if part not in names] if names else parts
+    error = {"error": words[0] if len(words) == 1 else _encode_json(words)}
     return _encode_json([error, *names] if names else error)
 
 

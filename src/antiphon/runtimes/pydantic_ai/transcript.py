@@ -44,7 +44,7 @@ from antiphon.messages import (
     UserMessage,
 )
 from antiphon.runtimes.model import INVALID_ARGUMENTS_KEY, Api
-from antiphon.runtimes.prompts import (
+from antiphon.runtimes.text import (
     CONTINUE_PROMPT,
     EMPTY_MESSAGE_TEXT,
     OPENING_PROMPT,
@@ -52,8 +52,8 @@ from antiphon.runtimes.prompts import (
     UNREADABLE_IMAGE_TEXT,
     format_result,
     is_json_object,
+    repair_surrogates,
 )
-from antiphon.runtimes.text import repair_surrogates
 from antiphon.runtimes.tool_calls import MAX_KEPT_TOOL_CALLS, build_tool_call, make_sendable_id
 
 _RequestPart = UserPromptPart | ToolReturnPart
