@@ -2,8 +2,8 @@
 
 A test names what it proves with `@pytest.mark.requirement("K1", …)`; `test_requirements.py` fails on a promise of
 a delivered part that no test names, and on a name that is not here. Parts that are not delivered yet are listed,
-so that nothing is forgotten, and are not checked. Of the sentences in `seeds.py`, which the contract's lines carry,
-a test names those that are `EXPLICIT`.
+but not checked. Of the sentences in `seeds.py`, which the contract's lines cover, a test names those that are
+`EXPLICIT`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 from seeds import SEEDS, Sentence
 
 Part = Literal["core", "gateway", "tools", "channels", "later"]
-"""In the order in which they are delivered; `later` is what nobody builds yet."""
+"""In the order in which they are delivered; `later` is not planned yet."""
 DELIVERED: frozenset[Part] = frozenset({"core", "gateway", "tools"})
 
 
@@ -28,13 +28,13 @@ CONTRACT: dict[str, tuple[Part, str]] = {
     "K2": ("core", "`main` and `current` are the caller's own; short and full spellings are both accepted."),
     "K3": (
         "core",
-        "`global` and `unknown` are never listed nor accepted; with global scope every door takes and says `main`.",
+        "`global` and `unknown` are never listed nor accepted; with global scope all transports use `main`.",
     ),
     "K4": ("core", "Older spellings are accepted and normalised."),
     "K5": ("core", "parse(format(k)) == k and format is injective, for any id a channel can produce."),
     "K6": (
         "core",
-        "Kind and channel follow from key and record; who writes over the gateway is recorded as on webchat.",
+        "Kind and channel follow from key and record; messages over the gateway belong to webchat.",
     ),
     "K7": ("core", "Direct chats are scoped by session.dmScope, with identity links."),
     "L1": (
@@ -57,11 +57,11 @@ CONTRACT: dict[str, tuple[Part, str]] = {
     "H4": ("core", "Following the cursors gives the transcript exactly, also while it grows."),
     "H5": (
         "tools",
-        "Unknown and invisible sessions look alike; an agent is told what it reaches and which setting decides it.",
+        "Unknown and invisible sessions look alike; a refusal names the agent's reach and the setting that decides.",
     ),
     "H6": (
         "tools",
-        "People are shown the conversation: no control tokens, step prompts or blocked announces; raw history has all.",
+        "People see the conversation without control tokens, step prompts or blocked announces; raw history has all.",
     ),
     "S1": ("tools", "sessions_send: targets and parameters."),
     "S2": (
@@ -99,9 +99,9 @@ CONTRACT: dict[str, tuple[Part, str]] = {
     "D1": ("core", "Send policy: override, deny, allow, default, in that order."),
     "D2": (
         "core",
-        "The owner's standalone /send, at every door and answered in one line; anybody else's is ignored.",
+        "The owner's standalone /send works on every transport and is answered in one line; anyone else's is ignored.",
     ),
-    "D3": ("tools", "The policy sits in the one outbound gate; inbound is always recorded."),
+    "D3": ("tools", "The outbox applies the policy to everything outbound; inbound is always recorded."),
     "W1": ("gateway", "The WebSocket protocol."),
     "W2": ("gateway", "Its methods."),
     "W3": ("gateway", "Its events, numbered per session."),
@@ -131,7 +131,7 @@ GUARANTEES: dict[str, tuple[Part, str]] = {
         "tools",
         "A logical message is sent once whatever is retried; a doubtful send is on record, not repeated.",
     ),
-    "G4": ("tools", "Delivery, run and reply are told apart: a timeout says that the message was delivered."),
+    "G4": ("tools", "Delivery, run and reply are separate: a timeout says that the message was delivered."),
     "G5": (
         "core",
         "A durable FIFO per session; the message in the transcript is byte-equal to what was sent.",
@@ -142,7 +142,7 @@ GUARANTEES: dict[str, tuple[Part, str]] = {
     ),
     "G7": (
         "tools",
-        "One gate keeps control tokens, frames and the addresses in session keys out of chats.",
+        "The outbox keeps control tokens, frames and the addresses in session keys out of chats.",
     ),
     "G8": (
         "later",
@@ -177,7 +177,7 @@ GUARANTEES: dict[str, tuple[Part, str]] = {
         "tools",
         "A completion goes to the immediate parent; further up only when that is deleted, and it says so.",
     ),
-    "G20": ("core", "Provider failures are retried with bounded, jittered patience."),
+    "G20": ("core", "Provider failures are retried with bounded, jittered backoff."),
     "G21": ("core", "The store survives kills and full disks, refuses damage clearly, and retention runs."),
     "G22": ("core", "Lists cost the same however many sessions there are."),
     "G23": (
@@ -201,7 +201,7 @@ GUARANTEES: dict[str, tuple[Part, str]] = {
     "G34": ("core", "Shared direct chats are a visible choice."),
     "G35": (
         "tools",
-        "Secrets are masked on the way out, never in what a model is shown again; files are private.",
+        "Secrets are masked on the way out, never in what a model reads again; files are private.",
     ),
     "G36": (
         "tools",
@@ -234,7 +234,7 @@ SECURITY: dict[str, tuple[Part, str]] = {
     ),
     "SEC2": (
         "gateway",
-        "This machine is no credential, headers of proxies are not looked at, one mode of auth.",
+        "A local connection is no credential, headers of proxies are ignored, one mode of auth.",
     ),
     "SEC3": ("gateway", "Scopes come from the server's record; asking for more never grants more."),
     "SEC4": (
@@ -242,7 +242,7 @@ SECURITY: dict[str, tuple[Part, str]] = {
         "One authorization for every transport; a command in a text needs what its method needs.",
     ),
     "SEC5": ("tools", "Resolve, canonicalise, authorize; denied and missing look the same."),
-    "SEC6": ("tools", "A child's envelope never exceeds its parent's."),
+    "SEC6": ("tools", "A child's permissions never exceed its parent's."),
     "SEC7": ("tools", "Attachments: hostile names, links and sizes."),
     "SEC8": ("channels", "No request of ours can be made to reach a private address."),
     "SEC9": (
@@ -250,10 +250,10 @@ SECURITY: dict[str, tuple[Part, str]] = {
         "Wrong secrets are limited before anything else happens; compares take constant time.",
     ),
     "SEC10": ("tools", "Titles, labels and messages of others are data."),
-    "SEC11": ("gateway", "Subscriptions pass the same door as reads."),
+    "SEC11": ("gateway", "Subscriptions pass the same authorization as reads."),
     "SEC12": ("tools", "What cannot ask a human fails closed."),
     "SEC13": ("later", "Approvals cannot be bypassed through children. Nothing asks for approval yet."),
-    "SEC14": ("gateway", "Sizes are limited at the door, before anything is parsed."),
+    "SEC14": ("gateway", "Sizes are limited on arrival, before anything is parsed."),
 }
 
 REQUIREMENTS: dict[str, Requirement] = {
@@ -264,7 +264,7 @@ REQUIREMENTS: dict[str, Requirement] = {
 
 
 def _part(sentence: Sentence) -> Part:
-    """The last of the parts that carry it. The documents are about the tools: no sentence holds without those."""
+    """Return the last part that covers the sentence; every sentence needs at least the tools."""
     parts: list[Part] = ["tools", *(REQUIREMENTS[line].part for line in sentence.contract)]
     return max(parts, key=get_args(Part).index)
 

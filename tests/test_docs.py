@@ -1,4 +1,4 @@
-"""What the documents show works: configurations load, Python runs, and links lead somewhere."""
+"""The examples in the documents work: configurations load, Python runs, requests succeed, and links resolve."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
-def blocks(language: str) -> list[tuple[str, str]]:
+def list_blocks(language: str) -> list[tuple[str, str]]:
     found = [(page, match) for page in PAGES for match in BLOCK.finditer(page.read_text("utf-8"))]
     return [(page.name, match[2]) for page, match in found if match[1] == language]
 
 
 @pytest.mark.requirement("C")
-@pytest.mark.parametrize(("page", "text"), blocks("json5"))
+@pytest.mark.parametrize(("page", "text"), list_blocks("json5"))
 def test_configurations_in_the_documents_load(page: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "my_agents", ModuleType("my_agents"))  # the reader's own
     config, warnings = parse(pyjson5.decode(text))
@@ -38,7 +38,7 @@ def test_configurations_in_the_documents_load(page: str, text: str, monkeypatch:
     assert not warnings, page
 
 
-@pytest.mark.parametrize(("page", "text"), blocks("python"))
+@pytest.mark.parametrize(("page", "text"), list_blocks("python"))
 def test_python_in_the_documents_runs(page: str, text: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", text], check=False, capture_output=True, text=True, timeout=60
@@ -46,14 +46,14 @@ def test_python_in_the_documents_runs(page: str, text: str) -> None:
     assert done.returncode == 0, f"{page}: {done.stderr}"
 
 
-CURLS = [text for _, text in blocks("sh") if text.startswith("curl ")]
+CURLS = [text for _, text in list_blocks("sh") if text.startswith("curl ")]
 
 
 @pytest.mark.requirement("W5")
 def test_requests_in_the_documents_are_answered(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """As they are shown, but for the port."""
+    """The requests are sent as shown, except for the port."""
     program = Program(tmp_path, tmp_path_factory.getbasetemp().parent / "antiphon-bytecode")
     secret = "a secret of the hooks"
     program.configure(
@@ -65,25 +65,25 @@ def test_requests_in_the_documents_are_answered(
     with up(program) as gateway:
         known = {"$ANTIPHON_TOKEN": token(program), "$HOOKS_TOKEN": secret}
         completion, hook = (text.replace(":18789", f":{gateway.port}") for text in CURLS)
-        assert _asked(completion, known).json()["choices"][0]["message"]["content"] == "hello"
-        told = _asked(hook, known).json()
-        assert told["ok"]
-        assert _asked(hook, known).json() == told
+        assert _send_curl_request(completion, known).json()["choices"][0]["message"]["content"] == "hello"
+        answer = _send_curl_request(hook, known).json()
+        assert answer["ok"]
+        assert _send_curl_request(hook, known).json() == answer
 
 
-def _asked(text: str, known: dict[str, str]) -> httpx2.Response:
-    """What curl would do with these words."""
+def _send_curl_request(text: str, known: dict[str, str]) -> httpx2.Response:
+    """Send the request that this curl command describes."""
     program, url, *words = shlex.split(text.replace("\\\n", " "))
     assert program == "curl"
     options = list(zip(words[::2], words[1::2], strict=True))
-    headers = dict(_header(value, known) for option, value in options if option == "-H")
+    headers = dict(_parse_header(value, known) for option, value in options if option == "-H")
     (body,) = (value for option, value in options if option == "-d")
     answer = httpx2.post(url, headers=headers, content=body, timeout=BOUND)
     assert answer.status_code == 200, answer.text
     return answer
 
 
-def _header(text: str, known: dict[str, str]) -> tuple[str, str]:
+def _parse_header(text: str, known: dict[str, str]) -> tuple[str, str]:
     for name, value in known.items():
         text = text.replace(name, value)
     name, value = text.split(": ", 1)
@@ -100,6 +100,6 @@ def test_the_protocol_page_lists_every_method_with_its_scope() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_in_the_documents_lead_somewhere(page: Path) -> None:
+def test_links_in_the_documents_resolve(page: Path) -> None:
     missing = [link for link in LINK.findall(page.read_text("utf-8")) if not (page.parent / link).exists()]
     assert missing == []

@@ -1,4 +1,4 @@
-"""The list of promises and the tests agree, both ways; so do the promises and the documents they come from."""
+"""Compares the list of promises with the tests, and with the documents they come from."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from requirements import CONTRACT, DELIVERED, REQUIREMENTS, SENTENCES
 from seeds import BEYOND_THE_SEEDS, DIVERGENCES, EXPLICIT, SEEDS, SYSTEMS
 
 TESTS = Path(__file__).parent
-TOLD_BY_THE_SEEDS = set("KLHSPAVD")
-"""Sections of the contract whose lines come from the documents; the rest is how they are reached."""
+SEEDED_SECTIONS = set("KLHSPAVD")
+"""Sections of the contract whose lines come from the documents; the others describe transports and configuration."""
 
 
-def explicit() -> list[str]:
+def list_explicit_ids() -> list[str]:
     return [name for names in EXPLICIT.values() for name in names]
 
 
-def repeated(names: Iterable[str]) -> list[str]:
+def find_repeated(names: Iterable[str]) -> list[str]:
     return [name for name, times in Counter(names).items() if times > 1]
 
 
-def claims() -> Iterator[tuple[str, str]]:
-    """Every id that a test of the suite carries, and where."""
+def iterate_claims() -> Iterator[tuple[str, str]]:
+    """Yield every id that a test names, and its location."""
     for path in TESTS.rglob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if (
@@ -38,14 +38,14 @@ def claims() -> Iterator[tuple[str, str]]:
 
 
 def test_every_delivered_promise_has_a_test() -> None:
-    named_by_tests = [*REQUIREMENTS.items(), *((name, SENTENCES[name]) for name in explicit())]
+    named_by_tests = [*REQUIREMENTS.items(), *((name, SENTENCES[name]) for name in list_explicit_ids())]
     promised = {name for name, requirement in named_by_tests if requirement.part in DELIVERED}
-    assert promised - {name for name, _ in claims()} == set()
+    assert promised - {name for name, _ in iterate_claims()} == set()
 
 
 def test_no_test_claims_an_unknown_promise() -> None:
     known = REQUIREMENTS.keys() | SENTENCES.keys()
-    assert [(name, where) for name, where in claims() if name not in known] == []
+    assert [(name, where) for name, where in iterate_claims() if name not in known] == []
 
 
 def test_every_promise_is_stated_and_sourced() -> None:
@@ -54,8 +54,8 @@ def test_every_promise_is_stated_and_sourced() -> None:
 
 
 def test_ids_are_unique() -> None:
-    assert repeated([*REQUIREMENTS, *(sentence.id for sentence in SEEDS)]) == []
-    assert repeated(explicit()) == []
+    assert find_repeated([*REQUIREMENTS, *(sentence.id for sentence in SEEDS)]) == []
+    assert find_repeated(list_explicit_ids()) == []
 
 
 def test_every_guarantee_is_listed() -> None:
@@ -77,16 +77,16 @@ def test_every_document_is_read() -> None:
 
 
 def test_every_contract_line_comes_from_a_sentence_or_says_why_not() -> None:
-    told = {line for sentence in SEEDS for line in sentence.contract}
-    lines = {line for line in CONTRACT if line[0] in TOLD_BY_THE_SEEDS}
-    assert lines - told == BEYOND_THE_SEEDS.keys()
+    stated = {line for sentence in SEEDS for line in sentence.contract}
+    lines = {line for line in CONTRACT if line[0] in SEEDED_SECTIONS}
+    assert lines - stated == BEYOND_THE_SEEDS.keys()
     assert all(BEYOND_THE_SEEDS.values())
 
 
 def test_every_divergence_has_a_reason_and_a_test_of_its_own() -> None:
-    assert DIVERGENCES.keys() - set(explicit()) == set()
+    assert DIVERGENCES.keys() - set(list_explicit_ids()) == set()
     assert all(DIVERGENCES.values())
 
 
 def test_every_explicit_sentence_exists() -> None:
-    assert set(explicit()) - SENTENCES.keys() == set()
+    assert set(list_explicit_ids()) - SENTENCES.keys() == set()

@@ -14,10 +14,10 @@ import pytest
 from antiphon import errors
 
 ROOT = Path(__file__).parent.parent
-NEEDED = "Python 3.11 or newer is needed."
+PYTHON_ERROR = "Python 3.11 or newer is needed."
 
 
-def command(path: Path, text: str) -> None:
+def write_command(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/bash\n{text}\n")
     path.chmod(0o755)
@@ -25,7 +25,7 @@ def command(path: Path, text: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout, and beside it a `bin` with nothing in it but what scripts take for granted."""
+    """A checkout, with a `bin` beside it that contains only the commands the scripts rely on."""
     for name in ("antiphon", "scripts/uv", "scripts/extra"):
         copy = tmp_path / "checkout" / name
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -47,22 +47,22 @@ def run(program: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProces
     )
 
 
-def installing(checkout: Path) -> str:
-    """What a uv does that installs stand-ins and writes down what it and they were asked."""
-    made = checkout / ".venv" / "bin"
+def make_uv_script(checkout: Path) -> str:
+    """Make a fake uv that installs stand-ins and records every call."""
+    bin_dir = checkout / ".venv" / "bin"
     script = 'echo "$PWD: $*"'
     lines = (
         f'echo "$*" >> {checkout}/asked',
-        f"mkdir -p {made}",
-        f"echo {script!r} > {made}/antiphon",
-        f"""echo 'echo "python $*" >> {checkout}/asked' > {made}/python""",
-        f"{shutil.which('chmod')} +x {made}/antiphon {made}/python",
+        f"mkdir -p {bin_dir}",
+        f"echo {script!r} > {bin_dir}/antiphon",
+        f"""echo 'echo "python $*" >> {checkout}/asked' > {bin_dir}/python""",
+        f"{shutil.which('chmod')} +x {bin_dir}/antiphon {bin_dir}/python",
     )
     return "\n".join(lines)
 
 
-def test_it_runs_through_a_link_and_says_once_that_it_sets_up(checkout: Path, tmp_path: Path) -> None:
-    command(tmp_path / "bin" / "uv", installing(checkout))
+def test_the_launcher_runs_through_a_link_and_prints_the_setup_once(checkout: Path, tmp_path: Path) -> None:
+    write_command(tmp_path / "bin" / "uv", make_uv_script(checkout))
     (tmp_path / "elsewhere").symlink_to(checkout / "antiphon")
     first, second = (run(tmp_path / "elsewhere", "chat", "--json", cwd=tmp_path) for _ in range(2))
     assert first.stdout == second.stdout == f"{tmp_path}: chat --json\n"
@@ -71,18 +71,18 @@ def test_it_runs_through_a_link_and_says_once_that_it_sets_up(checkout: Path, tm
     assert "--inexact" in (checkout / "asked").read_text(), "extras that were added stay"
 
 
-def test_it_writes_byte_code_at_first_and_for_what_has_changed(checkout: Path, tmp_path: Path) -> None:
-    command(tmp_path / "bin" / "uv", installing(checkout))
+def test_the_launcher_compiles_at_first_and_after_changes(checkout: Path, tmp_path: Path) -> None:
+    write_command(tmp_path / "bin" / "uv", make_uv_script(checkout))
     asked, stamp = checkout / "asked", checkout / ".venv" / "byte-code"
     source = checkout / "src" / "changed.py"
 
     def ask() -> tuple[bool, bool]:
-        """Whether it compiled the packages, and the sources."""
+        """Run the launcher; return whether it compiled the packages, and the sources."""
         asked.unlink(missing_ok=True)
         assert run(checkout / "antiphon", "chat", cwd=tmp_path).returncode == 0
         return "--compile-bytecode" in asked.read_text(), "python -m compileall" in asked.read_text()
 
-    def is_newer(path: Path) -> None:
+    def make_newer(path: Path) -> None:
         path.touch()
         later = stamp.stat().st_mtime + 1
         os.utime(path, (later, later))
@@ -90,23 +90,23 @@ def test_it_writes_byte_code_at_first_and_for_what_has_changed(checkout: Path, t
     assert ask() == (True, True)
     os.utime(stamp, (later := (checkout / "uv.lock").stat().st_mtime + 1, later))
     assert ask() == (False, False)
-    is_newer(source)
+    make_newer(source)
     assert ask() == (False, True)
-    is_newer(checkout / "uv.lock")
+    make_newer(checkout / "uv.lock")
     assert ask() == (True, True)
 
 
 @pytest.mark.parametrize("python", [None, "exit 1"])
-def test_it_says_which_python_is_needed(checkout: Path, tmp_path: Path, python: str | None) -> None:
+def test_the_launcher_names_the_required_python(checkout: Path, tmp_path: Path, python: str | None) -> None:
     if python:
-        command(tmp_path / "bin" / "python3", python)  # as an old one answers when it is asked its age
+        write_command(tmp_path / "bin" / "python3", python)  # the answer of an older version
     done = run(checkout / "antiphon", "chat", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
-    assert NEEDED in done.stderr
+    assert PYTHON_ERROR in done.stderr
     assert not (checkout / ".uv").exists()
 
 
-BARE = """
+PYTHON_WITHOUT_ENSUREPIP = """
 case "$*" in
   "-m ensurepip --version") exit 1 ;;
   -c*) exit 0 ;;
@@ -117,10 +117,12 @@ esac
 """
 
 
-def test_a_python_that_cannot_put_pip_anywhere_is_enough(checkout: Path, tmp_path: Path) -> None:
-    """As Debian's, which has `ensurepip` in another package."""
-    python = BARE.format(chmod=shutil.which("chmod"))
-    command(tmp_path / "bin" / "python3", f"INSTALLING={shlex.quote(installing(checkout))}\n{python}")
+def test_a_python_without_ensurepip_is_enough(checkout: Path, tmp_path: Path) -> None:
+    """Debian has `ensurepip` in a separate package."""
+    python = PYTHON_WITHOUT_ENSUREPIP.format(chmod=shutil.which("chmod"))
+    write_command(
+        tmp_path / "bin" / "python3", f"INSTALLING={shlex.quote(make_uv_script(checkout))}\n{python}"
+    )
     done = run(checkout / "antiphon", "chat", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}: chat\n")
 
@@ -128,13 +130,15 @@ def test_a_python_that_cannot_put_pip_anywhere_is_enough(checkout: Path, tmp_pat
 def test_the_hint_for_a_missing_package_works_as_printed(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without uv on the path, and without the packages that only developers need."""
+    """Without uv on PATH, and without the packages for developers."""
     monkeypatch.setattr(errors, "__file__", str(checkout / "src" / "antiphon" / "errors.py"))
     program, extra = shlex.split(
         errors.format_install_hint("cluster").removeprefix("Run `").removesuffix("`.")
     )
-    python = BARE.format(chmod=shutil.which("chmod"))
-    command(tmp_path / "bin" / "python3", f"INSTALLING={shlex.quote(installing(checkout))}\n{python}")
+    python = PYTHON_WITHOUT_ENSUREPIP.format(chmod=shutil.which("chmod"))
+    write_command(
+        tmp_path / "bin" / "python3", f"INSTALLING={shlex.quote(make_uv_script(checkout))}\n{python}"
+    )
     done = run(Path(program), extra, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     asked = (checkout / "asked").read_text().splitlines()[0].split()

@@ -24,13 +24,14 @@ from antiphon.client import Client, Site
 from cli.gateways import Gateway, token, up
 from cli.terminal import BOUND, Program
 from support.model_provider import Answer, Call, Provider, Received, Tokens
-from test_docs import blocks
+from test_docs import list_blocks
 
 Json = dict[str, Any]
 
 FILES = sorted((Path(__file__).parent / "configs").glob("*.json5"))
 DOCUMENTED = [
-    pytest.param(text, id=f"{page}-{number}") for number, (page, text) in enumerate(blocks("json5"), start=1)
+    pytest.param(text, id=f"{page}-{number}")
+    for number, (page, text) in enumerate(list_blocks("json5"), start=1)
 ]
 WRITTEN = [pytest.param(path.read_text("utf-8"), id=path.stem) for path in FILES]
 
