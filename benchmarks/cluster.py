@@ -32,7 +32,7 @@ from antiphon.app import App, open_app
 from antiphon.config import Config, parse
 from antiphon.event_loop import run
 from antiphon.lanes.nats import NatsLanes
-from antiphon.operations import IncomingMessage, ListFilter
+from antiphon.operations.types import IncomingMessage, ListFilter
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
 from antiphon.store.postgres import PgStore
@@ -99,9 +99,9 @@ async def turns(counts: dict[str, int]) -> list[Figure]:
             for number in range(counts["turns"]):
                 message = IncomingMessage(session=f"agent:main:dm:{number % 20}", content="hello")
                 began = time.perf_counter()
-                accepted = await one.operations.submit(OPERATOR, message)
+                accepted = await one.operations.messages.submit(OPERATOR, message)
                 at = time.perf_counter()
-                await one.operations.wait(OPERATOR, accepted.run_id, BOUND)
+                await one.operations.runs.wait(OPERATOR, accepted.run_id, BOUND)
                 whole.append((time.perf_counter() - began) * 1000)
                 waits.append(max(0.0, started[-1] - at) * 1000)
     waits, whole = waits[20:], whole[20:]
@@ -121,8 +121,8 @@ async def runs(counts: dict[str, int]) -> list[Figure]:
                 operations = houses[number % 2].operations
                 for _ in range(counts["runs"] // 100):
                     message = IncomingMessage(session=f"agent:main:dm:{number}", content="hello")
-                    accepted = await operations.submit(OPERATOR, message)
-                    await operations.wait(OPERATOR, accepted.run_id, BOUND)
+                    accepted = await operations.messages.submit(OPERATOR, message)
+                    await operations.runs.wait(OPERATOR, accepted.run_id, BOUND)
 
             await asyncio.gather(*(speak(number) for number in range(10)))
             began = time.perf_counter()
@@ -160,7 +160,7 @@ async def _killed(watcher: App, given: dict[str, Any], number: int) -> float:
     process.send_signal(signal.SIGKILL)
     await process.wait()
     began = time.perf_counter()
-    view = await watcher.operations.wait(OPERATOR, run_id, BOUND)
+    view = await watcher.operations.runs.wait(OPERATOR, run_id, BOUND)
     assert view.state == "ok", view
     return time.perf_counter() - began
 
@@ -177,10 +177,10 @@ async def be_replica(given: dict[str, Any]) -> None:
     async with replicas(1, given, forever) as (one,):
         session = sys.stdin.readline().strip()
         while not begun.is_set():  # the watcher may be quicker: then another message is tried
-            accepted = await one.operations.submit(
+            accepted = await one.operations.messages.submit(
                 OPERATOR, IncomingMessage(session=session, content="hello")
             )
-            view = await one.operations.wait(OPERATOR, accepted.run_id, 1.0)
+            view = await one.operations.runs.wait(OPERATOR, accepted.run_id, 1.0)
             if view.state == "ok":
                 continue
             await asyncio.wait_for(begun.wait(), BOUND)
@@ -195,11 +195,13 @@ async def lists(counts: dict[str, int]) -> list[Figure]:
         with tempfile.TemporaryDirectory() as folder:
             store = {"url": server.url, "password": PASSWORD}
             async with open_app(config({"store": store}), Path(folder)) as one:
-                newest = await typical_p95(lambda: one.operations.list(OPERATOR, ListFilter(limit=200)))
+                newest = await typical_p95(
+                    lambda: one.operations.sessions.list(OPERATOR, ListFilter(limit=200))
+                )
                 kinds = ListFilter(limit=200, kinds=["main", "group"])
-                some = await typical_p95(lambda: one.operations.list(OPERATOR, kinds))
+                some = await typical_p95(lambda: one.operations.sessions.list(OPERATOR, kinds))
                 agent = ListFilter(limit=200, agent_id="a3")
-                own = await typical_p95(lambda: one.operations.list(OPERATOR, agent))
+                own = await typical_p95(lambda: one.operations.sessions.list(OPERATOR, agent))
     what = f"list, 200 of {counts['sessions']:,}"
     return [
         at_most(f"{what}, newest, p95", newest, "ms", 10),

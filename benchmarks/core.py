@@ -31,8 +31,10 @@ from antiphon.access import Caller
 from antiphon.app import open_app_operations, open_operations_readonly
 from antiphon.config import Config, parse
 from antiphon.engine.sessions import session_rows, transcripts
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.messages import TextBlock, UserMessage
-from antiphon.operations import HistoryFilter, IncomingMessage, ListFilter, Operations
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import IncomingMessage, ListFilter
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
 from antiphon.store import Tx
@@ -78,8 +80,8 @@ async def host(
 
 
 async def one_run(operations: Operations, session: str) -> None:
-    accepted = await operations.submit(OPERATOR, IncomingMessage(session=session, content="hello"))
-    view = await operations.wait(OPERATOR, accepted.run_id, 30)
+    accepted = await operations.messages.submit(OPERATOR, IncomingMessage(session=session, content="hello"))
+    view = await operations.runs.wait(OPERATOR, accepted.run_id, 30)
     assert view.state == "ok", view
 
 
@@ -94,9 +96,11 @@ async def latency(counts: dict[str, int]) -> list[Figure]:
     waits: list[float] = []
     async with host(agent) as operations:
         for _ in range(counts["latency"]):
-            accepted = await operations.submit(OPERATOR, IncomingMessage(session="main", content="hello"))
+            accepted = await operations.messages.submit(
+                OPERATOR, IncomingMessage(session="main", content="hello")
+            )
             at = time.perf_counter()
-            await operations.wait(OPERATOR, accepted.run_id, 30)
+            await operations.runs.wait(OPERATOR, accepted.run_id, 30)
             waits.append((started[-1] - at) * 1000)
     return [
         at_most("accepted → started, p50", statistics.median(waits), "ms", 2),
@@ -109,7 +113,7 @@ async def runs(counts: dict[str, int]) -> list[Figure]:
 
     async def queued(operations: Operations, session: str) -> None:
         for _ in range(counts["runs"] - 1):
-            await operations.submit(OPERATOR, IncomingMessage(session=session, content="hello"))
+            await operations.messages.submit(OPERATOR, IncomingMessage(session=session, content="hello"))
         await one_run(operations, session)
 
     async def in_turn(operations: Operations, session: str) -> None:
@@ -235,11 +239,13 @@ async def lists(counts: dict[str, int]) -> list[Figure]:
             fill_sessions(path, size)
             os.sync()  # what filling it has left to write is not what is measured
             async with open_operations_readonly(Config(), Path(folder)) as operations:
-                nothing = await typical_p95(lambda: operations.describe(OPERATOR, "agent:a1:dashboard:1"))
+                nothing = await typical_p95(
+                    lambda: operations.sessions.describe(OPERATOR, "agent:a1:dashboard:1")
+                )
                 figures.append(at_most(f"one session, {size:,}, p95: the machine's unrest", nothing, "ms", 1))
                 for name, wanted in FILTERS.items():
                     figures.append(await timed_list(operations, f"list {name}, {size:,}", wanted, most))
-                page = await operations.list(OPERATOR, FILTERS["newest"])
+                page = await operations.sessions.list(OPERATOR, FILTERS["newest"])
                 deep = ListFilter(limit=200, cursor=page.next_cursor)
                 figures.append(await timed_list(operations, f"list second page, {size:,}", deep, most))
     return figures
@@ -247,7 +253,7 @@ async def lists(counts: dict[str, int]) -> list[Figure]:
 
 async def timed_list(operations: Operations, name: str, wanted: ListFilter, most: float) -> Figure:
     async def once() -> None:
-        assert (await operations.list(OPERATOR, wanted)).count
+        assert (await operations.sessions.list(OPERATOR, wanted)).count
 
     return at_most(f"{name}, p95", await typical_p95(once), "ms", most)
 
@@ -273,7 +279,7 @@ async def history(counts: dict[str, int]) -> list[Figure]:
         async with open_operations_readonly(Config(), Path(folder)) as operations:
 
             async def once() -> None:
-                page = await operations.read_history(
+                page = await operations.transcripts.read(
                     OPERATOR, "agent:a1:dashboard:1", HistoryFilter(limit=200)
                 )
                 assert len(page.messages) == 200
@@ -299,7 +305,7 @@ async def http(counts: dict[str, int]) -> list[Figure]:
             async with open_app_operations(config, Path(folder)) as operations:
                 await one_run(operations, "main")
                 for _ in range(counts["http"]):
-                    await operations.renew(OPERATOR, "main")
+                    await operations.conversations.renew(OPERATOR, "main")
                     began, cpu = time.perf_counter(), time.process_time()
                     await one_run(operations, "main")
                     walls.append((time.perf_counter() - began) * 1000)

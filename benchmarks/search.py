@@ -23,7 +23,7 @@ from antiphon.access import Caller
 from antiphon.app import open_operations_readonly
 from antiphon.config import Config
 from antiphon.engine.sessions import search
-from antiphon.operations import Operations
+from antiphon.operations.operations import Operations
 from antiphon.store.sqlite.store import SqliteStore
 from core import fill_sessions
 from figures import Figure, at_least, at_most, main, p95, typical_p95
@@ -127,7 +127,7 @@ async def timed(operations: Operations, caller: Caller, who: str) -> list[Figure
     for name, query in QUERIES.items():
 
         async def once(query: str = query) -> None:
-            assert not (await operations.search(caller, query)).indexing
+            assert not (await operations.search.find(caller, query)).indexing
 
         figures.append(at_most(f"{who}: {name}, p95", await typical_p95(once, 5, 20), "ms", 100))
     return figures

@@ -24,7 +24,7 @@ import psutil
 
 from antiphon.app import App, open_app
 from antiphon.event_loop import run
-from antiphon.operations import IncomingMessage
+from antiphon.operations.types import IncomingMessage
 from antiphon.runtimes.function import FunctionRuntime
 from cluster import BOUND, OPERATOR, config, instant, servers, settings
 from figures import load
@@ -71,8 +71,8 @@ def now(commits: Commits) -> Cost:
 async def speak(one: App, session: int, runs: int) -> None:
     for _ in range(runs):
         message = IncomingMessage(session=f"agent:main:dm:{session}", content="hello")
-        accepted = await one.operations.submit(OPERATOR, message)
-        await one.operations.wait(OPERATOR, accepted.run_id, BOUND)
+        accepted = await one.operations.messages.submit(OPERATOR, message)
+        await one.operations.runs.wait(OPERATOR, accepted.run_id, BOUND)
 
 
 async def loop(one: App, commits: Commits, sessions: int, runs: int) -> Cost:

@@ -25,7 +25,7 @@ from antiphon.app import App, open_app
 from antiphon.bus import ALL_SESSIONS_TOPIC, Delivered, Listener
 from antiphon.config import Config, parse
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
-from antiphon.operations import IncomingMessage
+from antiphon.operations.types import IncomingMessage
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
 from antiphon.store.sqlite.store import SqliteStore
@@ -59,7 +59,7 @@ async def hosted(folder: Path, agent: Callable[[Prompt], Awaitable[str]] = insta
     functions = {name: FunctionRuntime(agent, history=False) for name in ("main", "helper")}
     async with open_app(config(), folder, functions=functions) as opened:
         for name in functions:
-            await opened.operations.open(OPERATOR, f"agent:{name}:main")
+            await opened.operations.sessions.open(OPERATOR, f"agent:{name}:main")
         yield opened
 
 
@@ -152,7 +152,7 @@ async def turns(counts: dict[str, int]) -> list[Figure]:
     """A model-driven send: the whole run of an agent that asks another one and then answers."""
     with tempfile.TemporaryDirectory() as folder:
         async with open_app(config(), Path(folder)) as opened:
-            await opened.operations.open(OPERATOR, "agent:helper:main")
+            await opened.operations.sessions.open(OPERATOR, "agent:helper:main")
             asked = {
                 "sessionKey": "agent:helper:main",
                 "message": "say yes",
@@ -163,10 +163,10 @@ async def turns(counts: dict[str, int]) -> list[Figure]:
             times: list[float] = []
             for _ in range(counts["sends"]):
                 began = time.perf_counter()
-                accepted = await opened.operations.submit(
+                accepted = await opened.operations.messages.submit(
                     OPERATOR, IncomingMessage(session="main", content=text)
                 )
-                view = await opened.operations.wait(OPERATOR, accepted.run_id, 30)
+                view = await opened.operations.runs.wait(OPERATOR, accepted.run_id, 30)
                 times.append((time.perf_counter() - began) * 1000)
                 assert view.reply == "done", view
     return [at_most("a whole turn with a send in it, p50", statistics.median(times), "ms", 60)]

@@ -18,6 +18,7 @@ from antiphon.engine.runs import endings as runs
 from antiphon.engine.runs import run_queue
 from antiphon.engine.runs.effects import Effects
 from antiphon.engine.runs.run_queue import Submission
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import (
@@ -39,10 +40,10 @@ from antiphon.messages import (
     UserMessage,
     encode_message,
 )
-from antiphon.operations import HistoryFilter, ListFilter, Operations, SendRequest, SessionPatch
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import ListFilter, PreviewItem, SendRequest, SessionPatch, SessionPreview
 from antiphon.runtimes import Prompt
 from antiphon.store import Tx
-from antiphon.views import PreviewItem, SessionPreview
 from support.app_fixture import (
     BOUND,
     MAIN,
@@ -106,24 +107,24 @@ def reasons(told: list[Event]) -> list[tuple[str, str]]:
 
 
 async def found(app: AppFixture, search: str) -> list[str]:
-    page = await app.operations.list(OPERATOR, ListFilter(search=search))
+    page = await app.operations.sessions.list(OPERATOR, ListFilter(search=search))
     return [row.key for row in page.sessions]
 
 
 # --- who may ---
 
 MANAGING: dict[str, Callable[[Operations, Caller], Awaitable[object]]] = {
-    "patch": lambda o, c: o.patch(c, SIDE, SessionPatch(send_policy="deny")),
-    "renew": lambda o, c: o.renew(c, SIDE),
-    "restore": lambda o, c: o.restore(c, SIDE),
-    "reset": lambda o, c: o.reset(c, SIDE),
-    "delete": lambda o, c: o.delete(c, SIDE),
-    "compact": lambda o, c: o.compact(c, SIDE, keep=1),
-    "inject": lambda o, c: o.inject(c, SIDE, "hello"),
+    "patch": lambda o, c: o.sessions.patch(c, SIDE, SessionPatch(send_policy="deny")),
+    "renew": lambda o, c: o.conversations.renew(c, SIDE),
+    "restore": lambda o, c: o.conversations.restore(c, SIDE),
+    "reset": lambda o, c: o.conversations.reset(c, SIDE),
+    "delete": lambda o, c: o.sessions.delete(c, SIDE),
+    "compact": lambda o, c: o.transcripts.compact(c, SIDE, keep=1),
+    "inject": lambda o, c: o.transcripts.inject(c, SIDE, "hello"),
 }
 NAMING: dict[str, Callable[[Operations, Caller], Awaitable[object]]] = {
-    "patch": lambda o, c: o.patch(c, SIDE, SessionPatch(label="mine")),
-    "create": lambda o, c: o.create(c, session=SIDE, label="mine"),
+    "patch": lambda o, c: o.sessions.patch(c, SIDE, SessionPatch(label="mine")),
+    "create": lambda o, c: o.sessions.create(c, session=SIDE, label="mine"),
 }
 
 
@@ -150,7 +151,7 @@ async def test_who_may_write_may_name(tmp_path: Path, name: str) -> None:
             await NAMING[name](app.operations, Caller.operator([READ_SCOPE]))
         assert dump_database(app.path) == before
         await NAMING[name](app.operations, Caller.operator([WRITE_SCOPE]))
-        assert (await app.operations.describe(OPERATOR, SIDE)).label == "mine"
+        assert (await app.operations.sessions.describe(OPERATOR, SIDE)).label == "mine"
 
 
 @pytest.mark.requirement("V3", "G30")
@@ -163,7 +164,7 @@ async def test_an_agent_changes_only_its_own_tree(tmp_path: Path, name: str) -> 
         before = dump_database(app.path)
         stranger = Caller.agent("main", "agent:main:direct:stranger")
         if name == "delete":
-            assert not await app.operations.delete(stranger, SIDE), "it looks as if it did not exist"
+            assert not await app.operations.sessions.delete(stranger, SIDE), "it looks as if it did not exist"
         else:
             with pytest.raises(NotFound):
                 await MANAGING[name](app.operations, stranger)
@@ -177,11 +178,11 @@ async def test_stopping_needs_no_administrator(tmp_path: Path) -> None:
         run_id = await app.say("go")
         await wait_for_event(agent.begun)
         with pytest.raises(Forbidden):
-            await app.operations.stop(Caller.operator([READ_SCOPE]), MAIN)
-        told = await heard(app, lambda: app.operations.stop(Caller.operator([WRITE_SCOPE]), MAIN))
+            await app.operations.runs.stop(Caller.operator([READ_SCOPE]), MAIN)
+        told = await heard(app, lambda: app.operations.runs.stop(Caller.operator([WRITE_SCOPE]), MAIN))
         assert reasons(told)[:1] == [(MAIN, "abort")]
         assert (await app.wait_for_end(run_id)).state == "cancelled"
-        assert await heard(app, lambda: app.operations.stop(OPERATOR, MAIN)) == []
+        assert await heard(app, lambda: app.operations.runs.stop(OPERATOR, MAIN)) == []
 
 
 # --- founding ---
@@ -190,37 +191,37 @@ async def test_stopping_needs_no_administrator(tmp_path: Path) -> None:
 async def test_a_session_is_founded_under_a_key_of_its_own(tmp_path: Path) -> None:
     writer = Caller.operator([WRITE_SCOPE])
     async with open_app_fixture(tmp_path, echo, config=TWO) as app:
-        plain = await app.operations.create(writer)
-        named = await app.operations.create(
+        plain = await app.operations.sessions.create(writer)
+        named = await app.operations.sessions.create(
             writer, agent_id="Other", label=" plan ", display_name="The plan", model=MODEL, parent=plain.key
         )
     assert plain.key.startswith("agent:main:dashboard:")
     assert named.key.startswith("agent:other:dashboard:")
     async with open_app_fixture(tmp_path, echo, config=TWO) as app:
-        view = await app.operations.describe(OPERATOR, named.key)
+        view = await app.operations.sessions.describe(OPERATOR, named.key)
         assert (view.label, view.display_name, view.model_override) == ("plan", "The plan", MODEL)
         assert (view.parent_key, view.archived, view.chat_type) == (plain.key, False, None)
-        assert (await app.operations.describe(OPERATOR, plain.key)).child_count == 1
+        assert (await app.operations.sessions.describe(OPERATOR, plain.key)).child_count == 1
         assert await found(app, "plan") == [named.key]
-        below = await app.operations.list(OPERATOR, ListFilter(spawned_by=plain.key))
+        below = await app.operations.sessions.list(OPERATOR, ListFilter(spawned_by=plain.key))
         assert [row.key for row in below.sessions] == [named.key]
         grown = app.rows("SELECT depth, root_key FROM sessions WHERE key = ?", named.key)
         assert grown == [{"depth": 1, "root_key": plain.key}]
-        seen = await app.operations.list(Caller.agent("main", plain.key), ListFilter())
+        seen = await app.operations.sessions.list(Caller.agent("main", plain.key), ListFilter())
         assert {row.key for row in seen.sessions} == {plain.key, named.key}
 
 
 async def test_creating_what_exists_changes_only_what_is_asked_for(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as app:
-        first = await app.operations.create(OPERATOR, session=SIDE, label="plan")
+        first = await app.operations.sessions.create(OPERATOR, session=SIDE, label="plan")
         before = dump_database(app.path)
         writer = Caller.operator([WRITE_SCOPE])
         for wanted in ({}, {"label": "plan"}, {"agent_id": "main", "parent": SIDE}):
-            assert await app.operations.create(writer, session=SIDE, **wanted) == first
+            assert await app.operations.sessions.create(writer, session=SIDE, **wanted) == first
         assert dump_database(app.path) == before
-        told = await heard(app, lambda: app.operations.create(OPERATOR, session=SIDE, model=MODEL))
+        told = await heard(app, lambda: app.operations.sessions.create(OPERATOR, session=SIDE, model=MODEL))
         assert reasons(told) == [(SIDE, "patch")]
-        assert (await app.operations.describe(OPERATOR, SIDE)).model_override == MODEL
+        assert (await app.operations.sessions.describe(OPERATOR, SIDE)).model_override == MODEL
 
 
 @pytest.mark.parametrize(
@@ -251,12 +252,12 @@ async def test_what_cannot_be_founded_changes_nothing(
     tmp_path: Path, wanted: dict[str, Any], error: type[AntiphonError], words: str
 ) -> None:
     async with open_app_fixture(tmp_path, echo, config=TWO, clock=ManualClock()) as app:
-        await app.operations.create(OPERATOR, session=SIDE, label="taken")
+        await app.operations.sessions.create(OPERATOR, session=SIDE, label="taken")
         before = dump_database(app.path)
 
         async def refused() -> None:
             with pytest.raises(error, match=words):
-                await app.operations.create(OPERATOR, **wanted)
+                await app.operations.sessions.create(OPERATOR, **wanted)
 
         assert await heard(app, refused) == []
         assert dump_database(app.path) == before
@@ -266,7 +267,7 @@ async def test_agents_found_nothing(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo) as app:
         await app.create(MAIN)
         with pytest.raises(NotFound):
-            await app.operations.create(Caller.agent("main", MAIN))
+            await app.operations.sessions.create(Caller.agent("main", MAIN))
         assert len(app.rows("SELECT 1 FROM sessions")) == 1
 
 
@@ -275,9 +276,11 @@ async def test_founding_is_told_once_however_it_happens(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo) as app:
         asked = [
             lambda: app.ask("hello"),
-            lambda: app.operations.open(OPERATOR, SIDE),
-            lambda: app.operations.create(OPERATOR, session="agent:main:dashboard:2", label="a"),
-            lambda: app.operations.patch(OPERATOR, "agent:main:dashboard:3", SessionPatch(label="b")),
+            lambda: app.operations.sessions.open(OPERATOR, SIDE),
+            lambda: app.operations.sessions.create(OPERATOR, session="agent:main:dashboard:2", label="a"),
+            lambda: app.operations.sessions.patch(
+                OPERATOR, "agent:main:dashboard:3", SessionPatch(label="b")
+            ),
         ]
         keys = [MAIN, SIDE, "agent:main:dashboard:2", "agent:main:dashboard:3"]
         for key, ask in zip(keys, asked, strict=True):
@@ -304,23 +307,23 @@ CLEARED = SessionPatch(
 
 async def test_settings_are_kept_and_can_be_cleared(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo) as app:
-        await app.operations.open(OPERATOR, SIDE)
-        told = await heard(app, lambda: app.operations.patch(OPERATOR, SIDE, SET))
+        await app.operations.sessions.open(OPERATOR, SIDE)
+        told = await heard(app, lambda: app.operations.sessions.patch(OPERATOR, SIDE, SET))
         assert reasons(told) == [(SIDE, "patch")]
     async with open_app_fixture(tmp_path, echo) as app:
-        view = await app.operations.describe(OPERATOR, "plan")
+        view = await app.operations.sessions.describe(OPERATOR, "plan")
         assert (view.key, view.label, view.display_name) == (SIDE, "plan", "The plan")
         assert (view.model, view.thinking_level, view.verbose_level) == (MODEL, "high", "full")
         assert view.send_policy == "deny"
         with pytest.raises(Forbidden, match="send blocked by session policy"):
             await app.say("hello", SIDE)
         assert await found(app, "side") == await found(app, "plan") == [SIDE]
-        after = await app.operations.patch(OPERATOR, SIDE, SessionPatch(label="goal"))
+        after = await app.operations.sessions.patch(OPERATOR, SIDE, SessionPatch(label="goal"))
         assert (after.label, after.display_name, after.thinking_level) == ("goal", "The plan", "high")
         assert await found(app, "goal") == [SIDE]
-        await app.operations.patch(OPERATOR, SIDE, CLEARED)
+        await app.operations.sessions.patch(OPERATOR, SIDE, CLEARED)
     async with open_app_fixture(tmp_path, echo) as app:
-        view = await app.operations.describe(OPERATOR, SIDE)
+        view = await app.operations.sessions.describe(OPERATOR, SIDE)
         assert (view.label, view.display_name, view.model_override) == (None, None, None)
         assert (view.thinking_level, view.verbose_level, view.send_policy) == (None, None, None)
         assert await found(app, "plan") == await found(app, "goal") == []
@@ -330,9 +333,9 @@ async def test_settings_are_kept_and_can_be_cleared(tmp_path: Path) -> None:
 
 async def test_a_patch_of_nothing_changes_and_tells_nothing(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo) as app:
-        await app.operations.open(OPERATOR, SIDE)
+        await app.operations.sessions.open(OPERATOR, SIDE)
         before = dump_database(app.path)
-        assert await heard(app, lambda: app.operations.patch(OPERATOR, SIDE, SessionPatch())) == []
+        assert await heard(app, lambda: app.operations.sessions.patch(OPERATOR, SIDE, SessionPatch())) == []
         assert dump_database(app.path) == before
 
 
@@ -358,13 +361,13 @@ async def test_a_bad_patch_changes_nothing(
     tmp_path: Path, changes: SessionPatch, words: str, key: str
 ) -> None:
     async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as app:
-        await app.operations.create(OPERATOR, label="taken")
-        await app.operations.create(OPERATOR, session=SIDE, label="mine")
+        await app.operations.sessions.create(OPERATOR, label="taken")
+        await app.operations.sessions.create(OPERATOR, session=SIDE, label="mine")
         before = dump_database(app.path)
 
         async def refused() -> None:
             with pytest.raises(InvalidInput, match=words):
-                await app.operations.patch(OPERATOR, key, changes)
+                await app.operations.sessions.patch(OPERATOR, key, changes)
 
         assert await heard(app, refused) == []
         assert dump_database(app.path) == before
@@ -373,14 +376,16 @@ async def test_a_bad_patch_changes_nothing(
 async def test_a_label_is_one_session_of_an_agent_that_is_not_archived(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo, config=TWO) as app:
         keys = [f"agent:main:dashboard:{number}" for number in range(2)]
-        await app.operations.create(OPERATOR, session=keys[0], label="plan")
-        await app.operations.patch(OPERATOR, keys[0], SessionPatch(label="plan"))  # its own
-        await app.operations.create(OPERATOR, agent_id="other", label="plan")
-        await app.operations.patch(OPERATOR, keys[0], SessionPatch(archived=True))
-        await app.operations.create(OPERATOR, session=keys[1], label="plan")
+        await app.operations.sessions.create(OPERATOR, session=keys[0], label="plan")
+        await app.operations.sessions.patch(OPERATOR, keys[0], SessionPatch(label="plan"))  # its own
+        await app.operations.sessions.create(OPERATOR, agent_id="other", label="plan")
+        await app.operations.sessions.patch(OPERATOR, keys[0], SessionPatch(archived=True))
+        await app.operations.sessions.create(OPERATOR, session=keys[1], label="plan")
         with pytest.raises(Conflict, match="label already in use: plan"):
-            await app.operations.patch(OPERATOR, keys[0], SessionPatch(archived=False))
-        back = await app.operations.patch(OPERATOR, keys[0], SessionPatch(archived=False, label="old plan"))
+            await app.operations.sessions.patch(OPERATOR, keys[0], SessionPatch(archived=False))
+        back = await app.operations.sessions.patch(
+            OPERATOR, keys[0], SessionPatch(archived=False, label="old plan")
+        )
         assert (back.archived, back.label) == (False, "old plan")
 
 
@@ -391,15 +396,15 @@ async def test_archiving_hides_until_something_is_said(tmp_path: Path) -> None:
         run_id = await app.say("hello", SIDE)
         await wait_for_event(agent.begun)
         with pytest.raises(Conflict, match="or stop it"):
-            await app.operations.patch(OPERATOR, SIDE, SessionPatch(archived=True))
+            await app.operations.sessions.patch(OPERATOR, SIDE, SessionPatch(archived=True))
         agent.release.set()
         await app.wait_for_end(run_id)
-        assert (await app.operations.patch(OPERATOR, SIDE, SessionPatch(archived=True))).archived
-        assert (await app.operations.list(OPERATOR, ListFilter())).count == 0
-        (row,) = (await app.operations.list(OPERATOR, ListFilter(include_archived=True))).sessions
+        assert (await app.operations.sessions.patch(OPERATOR, SIDE, SessionPatch(archived=True))).archived
+        assert (await app.operations.sessions.list(OPERATOR, ListFilter())).count == 0
+        (row,) = (await app.operations.sessions.list(OPERATOR, ListFilter(include_archived=True))).sessions
         assert (row.key, row.archived) == (SIDE, True)
         await app.ask("again", SIDE)
-        assert (await app.operations.list(OPERATOR, ListFilter())).count == 1
+        assert (await app.operations.sessions.list(OPERATOR, ListFilter())).count == 1
         assert app.rows("SELECT archived_at FROM sessions") == [{"archived_at": None}]
 
 
@@ -408,12 +413,12 @@ async def test_only_a_description_names_the_run_that_plays(tmp_path: Path) -> No
     async with open_app_fixture(tmp_path, agent) as app:
         run_id = await app.say("hello")
         await wait_for_event(agent.begun)
-        assert (await app.operations.describe(OPERATOR, MAIN)).active_run_id == run_id
-        (row,) = (await app.operations.list(OPERATOR, ListFilter())).sessions
+        assert (await app.operations.sessions.describe(OPERATOR, MAIN)).active_run_id == run_id
+        (row,) = (await app.operations.sessions.list(OPERATOR, ListFilter())).sessions
         assert (row.active_run_id, row.state) == (None, "running")
         agent.release.set()
         await app.wait_for_end(run_id)
-        assert (await app.operations.describe(OPERATOR, MAIN)).active_run_id is None
+        assert (await app.operations.sessions.describe(OPERATOR, MAIN)).active_run_id is None
 
 
 # --- a new conversation ---
@@ -428,27 +433,31 @@ async def test_a_busy_session_is_reset_and_keeps_its_settings(tmp_path: Path) ->
         kept = SessionPatch(
             label="plan", model=MODEL, thinking_level="low", verbose_level="on", send_policy="allow"
         )
-        await app.operations.patch(OPERATOR, MAIN, kept)
+        await app.operations.sessions.patch(OPERATOR, MAIN, kept)
         app.rows("UPDATE sessions SET last_channel = 'telegram', last_to = '7' WHERE key = ?", MAIN)
-        old = await app.operations.describe(OPERATOR, MAIN)
+        old = await app.operations.sessions.describe(OPERATOR, MAIN)
         runs = [await app.say("one"), await app.say("two"), await app.say("below", child["key"])]
         await wait_for_event(agent.begun)
-        told = reasons(await heard(app, lambda: app.operations.reset(OPERATOR, MAIN)))
+        told = reasons(await heard(app, lambda: app.operations.conversations.reset(OPERATOR, MAIN)))
         assert [(key, reason) for key, reason in told if reason != "message"] == [(MAIN, "reset")]
         assert [(await app.wait_for_end(run_id)).state for run_id in runs] == ["cancelled"] * 3
-        new = await app.operations.describe(OPERATOR, MAIN)
+        new = await app.operations.sessions.describe(OPERATOR, MAIN)
         assert new.session_id != old.session_id
         for name in ("label", "model", "thinking_level", "verbose_level", "send_policy", "delivery_context"):
             assert getattr(new, name) == getattr(old, name), name
     agent = Busy()
     agent.release.set()
     async with open_app_fixture(tmp_path, agent) as app:
-        assert (await app.operations.describe(OPERATOR, MAIN)).session_id == new.session_id
+        assert (await app.operations.sessions.describe(OPERATOR, MAIN)).session_id == new.session_id
         assert await app.transcript() == []
         assert [entry["role"] for entry in await app.transcript(old.session_id)] == ["user", "assistant"]
         assert (await app.ask("three")).state == "ok"
-        conversations = await app.operations.list_conversations(OPERATOR, MAIN)
+        conversations = await app.operations.conversations.list(OPERATOR, MAIN)
         assert [conversation.reason for conversation in conversations] == ["reset", "created"]
+
+
+def pick_change(operations: Operations, change: str) -> Callable[..., Awaitable[object]]:
+    return operations.sessions.delete if change == "delete" else operations.conversations.reset
 
 
 @pytest.mark.requirement("G25")
@@ -458,39 +467,44 @@ async def test_what_does_not_stop_is_not_changed(tmp_path: Path, change: str) ->
     async with open_app_fixture(tmp_path, agent, pace=STUCK) as app:
         run_id = await app.say("hello", SIDE)
         await wait_for_event(agent.begun)
-        before = (await app.operations.describe(OPERATOR, SIDE)).session_id
+        before = (await app.operations.sessions.describe(OPERATOR, SIDE)).session_id
         with pytest.raises(Conflict) as caught:
-            await getattr(app.operations, change)(OPERATOR, SIDE, timeout=0.01)
+            await pick_change(app.operations, change)(OPERATOR, SIDE, timeout=0.01)
         assert str(caught.value) == f"Session {SIDE} is still active; try again in a moment."
-        assert (await app.operations.describe(OPERATOR, SIDE)).session_id == before
-        later = asyncio.create_task(getattr(app.operations, change)(OPERATOR, SIDE, timeout=BOUND))
+        assert (await app.operations.sessions.describe(OPERATOR, SIDE)).session_id == before
+        later = asyncio.ensure_future(pick_change(app.operations, change)(OPERATOR, SIDE, timeout=BOUND))
         agent.release.set()
         await asyncio.wait_for(later, BOUND)
         if change == "reset":
             assert (await app.wait_for_end(run_id)).has_ended
-            assert (await app.operations.describe(OPERATOR, SIDE)).session_id != before
+            assert (await app.operations.sessions.describe(OPERATOR, SIDE)).session_id != before
         else:
             with pytest.raises(NotFound):
-                await app.operations.describe(OPERATOR, SIDE)
+                await app.operations.sessions.describe(OPERATOR, SIDE)
 
 
 async def test_resets_tell_followers_and_lists_what_each_needs(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo) as app:
         await app.ask("hello")
-        old = (await app.operations.describe(OPERATOR, MAIN)).session_id
+        old = (await app.operations.sessions.describe(OPERATOR, MAIN)).session_id
         topic = session_topic(app.rows("SELECT id FROM sessions")[0]["id"])
         changes: dict[str, Callable[[], Awaitable[object]]] = {
-            "new": lambda: app.operations.reset(OPERATOR, MAIN, "new"),
-            "reset": lambda: app.operations.renew(OPERATOR, MAIN, "reset"),
-            "restore": lambda: app.operations.restore(OPERATOR, old),
+            "new": lambda: app.operations.conversations.reset(OPERATOR, MAIN, "new"),
+            "reset": lambda: app.operations.conversations.renew(OPERATOR, MAIN, "reset"),
+            "restore": lambda: app.operations.conversations.restore(OPERATOR, old),
         }
         for reason, change in changes.items():
             async with app.bus.listen(topic) as events:
                 assert reasons(await heard(app, change)) == [(MAIN, reason)]
                 assert await events.get(0) == SessionChanged(session_key=MAIN, reason="renewed")
-        ended = (await app.operations.list_conversations(OPERATOR, MAIN))[0].session_id
+        ended = (await app.operations.conversations.list(OPERATOR, MAIN))[0].session_id
         operations = app.operations
-        for change in (operations.reset, operations.renew, operations.delete, operations.compact):
+        for change in (
+            operations.conversations.reset,
+            operations.conversations.renew,
+            operations.sessions.delete,
+            operations.transcripts.compact,
+        ):
             with pytest.raises(Conflict, match="has ended"):
                 await change(OPERATOR, ended)
 
@@ -510,23 +524,23 @@ async def test_a_deleted_session_is_gone_and_what_it_spawned_stays(tmp_path: Pat
         for words in ("one", "two"):
             await app.say(words, SIDE)
         await wait_for_event(agent.begun)
-        told = reasons(await heard(app, lambda: app.operations.delete(OPERATOR, SIDE)))
+        told = reasons(await heard(app, lambda: app.operations.sessions.delete(OPERATOR, SIDE)))
         assert told[-1] == (SIDE, "delete")
-        assert not await app.operations.delete(OPERATOR, SIDE)
+        assert not await app.operations.sessions.delete(OPERATOR, SIDE)
     async with open_app_fixture(tmp_path, agent) as app:
-        for reading in (app.operations.describe(OPERATOR, SIDE), app.transcript(SIDE)):
+        for reading in (app.operations.sessions.describe(OPERATOR, SIDE), app.transcript(SIDE)):
             with pytest.raises(NotFound):
                 await reading
         assert app.rows("SELECT transcript FROM messages UNION ALL SELECT n FROM runs") == []
         assert await found(app, "side") == []
-        assert (await app.operations.describe(OPERATOR, MAIN)).child_count == 0
-        assert (await app.operations.describe(OPERATOR, child)).parent_key == SIDE
-        tree = await app.operations.list(Caller.agent("main", MAIN), ListFilter())
+        assert (await app.operations.sessions.describe(OPERATOR, MAIN)).child_count == 0
+        assert (await app.operations.sessions.describe(OPERATOR, child)).parent_key == SIDE
+        tree = await app.operations.sessions.list(Caller.agent("main", MAIN), ListFilter())
         assert {row.key for row in tree.sessions} == {"main", child, grandchild}
         agent.release.set()
         assert (await app.ask("anew", SIDE)).state == "ok"
         assert len(await app.transcript(SIDE)) == 2
-        assert (await app.operations.describe(OPERATOR, SIDE)).child_count == 0
+        assert (await app.operations.sessions.describe(OPERATOR, SIDE)).child_count == 0
 
 
 @pytest.mark.parametrize("config", [TWO, GLOBAL])
@@ -537,11 +551,11 @@ async def test_the_main_session_is_not_deleted(tmp_path: Path, config: Any) -> N
         await wait_for_event(agent.begun)
         (row,) = app.rows("SELECT key FROM sessions")
         with pytest.raises(Conflict) as caught:
-            await app.operations.delete(OPERATOR, "main")
+            await app.operations.sessions.delete(OPERATOR, "main")
         assert str(caught.value).startswith(f"Cannot delete the main session ({row['key']}).")
         agent.release.set()
         assert (await app.wait_for_end(run_id)).state == "ok", "and it was not stopped either"
-        assert not await app.operations.delete(OPERATOR, "agent:main:dashboard:nobody")
+        assert not await app.operations.sessions.delete(OPERATOR, "agent:main:dashboard:nobody")
 
 
 class Deaf(LocalBus):
@@ -565,14 +579,14 @@ async def test_a_feed_ends_with_its_session(
         ready = asyncio.Event()
 
         async def follow() -> None:
-            async for event in app.operations.follow(OPERATOR, SIDE, after=0):
+            async for event in app.operations.transcripts.follow(OPERATOR, SIDE, after=0):
                 seen.append(event)
                 if isinstance(event, MessageAppended) and event.seq == 2:
                     ready.set()
 
         following = asyncio.create_task(follow())
         await wait_for_event(ready)
-        assert await app.operations.delete(OPERATOR, SIDE)
+        assert await app.operations.sessions.delete(OPERATOR, SIDE)
         await asyncio.wait_for(following, BOUND)
         assert [event for event in seen if not isinstance(event, Gap)][2:] == [
             SessionChanged(session_key=SIDE, reason="delete")
@@ -590,13 +604,13 @@ async def test_deleting_and_speaking_at_once_leaves_nothing_behind(tmp_path: Pat
 
         async def delete() -> None:
             for _ in range(20):
-                await app.operations.delete(OPERATOR, SIDE)
-                await app.operations.create(OPERATOR, session=SIDE)
-                await app.operations.reset(OPERATOR, SIDE)
+                await app.operations.sessions.delete(OPERATOR, SIDE)
+                await app.operations.sessions.create(OPERATOR, session=SIDE)
+                await app.operations.conversations.reset(OPERATOR, SIDE)
 
         async with asyncio.timeout(3 * BOUND):
             await asyncio.gather(talk(), talk(), delete())
-        await app.operations.delete(OPERATOR, SIDE)
+        await app.operations.sessions.delete(OPERATOR, SIDE)
         left = dump_database(app.path)
         assert [left[name] for name in ("sessions", "runs", "messages", "transcripts", "lineage")] == [[]] * 5
         assert app.rows("SELECT * FROM session_names") == []
@@ -632,7 +646,7 @@ async def test_what_is_queued_because_something_was_stopped_is_stopped_too(
         await app.say("one", SIDE)
         await wait_for_event(agent.begun)
         agent.begun.clear()
-        changing = getattr(app.operations, change)
+        changing = pick_change(app.operations, change)
         told = await heard(app, lambda: changing(OPERATOR, SIDE), session_topic(1))
         assert [e.run_id for e in told if isinstance(e, RunChanged) and e.state == "cancelled"][1:] == ended
         left = app.rows("SELECT id, state FROM runs WHERE origin = 'announce' ORDER BY n")
@@ -653,7 +667,7 @@ async def test_the_words_of_a_deleted_session_are_nowhere(tmp_path: Path) -> Non
             await app.create(key)
         for requester, target in ((MAIN, SIDE), (SIDE, other), (MAIN, other)):
             sending = SendRequest(session=target, message="tell me the PIN", reply_back=0)
-            await app.operations.send(OPERATOR, sending, requester=requester)
+            await app.operations.exchanges.send(OPERATOR, sending, requester=requester)
 
         async def over() -> bool:
             states = app.rows("SELECT state FROM deliveries")
@@ -661,7 +675,7 @@ async def test_the_words_of_a_deleted_session_are_nowhere(tmp_path: Path) -> Non
 
         await wait_until(over)
         before = records(app)
-        assert await app.operations.delete(OPERATOR, SIDE)
+        assert await app.operations.sessions.delete(OPERATOR, SIDE)
         after = records(app)
         assert "SECRET" not in str(after) and "SECRET" in str(before)
         assert [row["message"] for row in after["exchanges"]] == ["", "", "tell me the PIN"]
@@ -717,32 +731,32 @@ async def test_compacting_leaves_out_of_prompts_and_not_out_of_the_transcript(tm
     async with open_app_fixture(tmp_path, agent) as app:
         await fill(app, SIDE, *(UserMessage(content=f"number {n}", timestamp=n) for n in range(1, 11)))
         before = await app.transcript(SIDE)
-        view = await app.operations.compact(OPERATOR, SIDE, keep=10)
+        view = await app.operations.transcripts.compact(OPERATOR, SIDE, keep=10)
         assert (view.compacted, view.kept, view.reason) == (False, 10, "short enough")
         assert await app.transcript(SIDE) == before
-        told = await heard(app, lambda: app.operations.compact(OPERATOR, SIDE, keep=4))
+        told = await heard(app, lambda: app.operations.transcripts.compact(OPERATOR, SIDE, keep=4))
         assert reasons(told) == [(SIDE, "compact")]
         entries = await app.transcript(SIDE)
         assert entries[:-1] == before
         assert (entries[-1]["role"], entries[-1]["firstKeptSeq"], entries[-1]["seq"]) == ("compaction", 7, 11)
         assert "left out here: 6]" in entries[-1]["summary"]
         assert app.rows("SELECT context_tokens FROM sessions") == [{"context_tokens": None}]
-        again = await app.operations.compact(OPERATOR, SIDE, keep=4)
+        again = await app.operations.transcripts.compact(OPERATOR, SIDE, keep=4)
         assert (again.compacted, again.kept) == (False, 4)
     async with open_app_fixture(tmp_path, agent) as app:
         await app.ask("next", SIDE)
         assert isinstance(agent.shown[0], CompactionEntry)
         asked = [m.content for m in agent.shown if isinstance(m, UserMessage)]  # notes in between
         assert asked == [*(f"number {n}" for n in range(7, 11)), "next"]
-        view = await app.operations.compact(OPERATOR, SIDE, keep=2)
+        view = await app.operations.transcripts.compact(OPERATOR, SIDE, keep=2)
         assert (view.compacted, view.kept) == (True, 2)
         summary = (await app.transcript(SIDE))[-1]["summary"]
         assert summary == "[Earlier messages left out here: 10]"
-        await app.operations.open(OPERATOR, "agent:main:dashboard:empty")
-        view = await app.operations.compact(OPERATOR, "agent:main:dashboard:empty")
+        await app.operations.sessions.open(OPERATOR, "agent:main:dashboard:empty")
+        view = await app.operations.transcripts.compact(OPERATOR, "agent:main:dashboard:empty")
         assert (view.compacted, view.kept, view.reason) == (False, 0, "no transcript")
         with pytest.raises(InvalidInput, match="'keep' is 0"):
-            await app.operations.compact(OPERATOR, SIDE, keep=0)
+            await app.operations.transcripts.compact(OPERATOR, SIDE, keep=0)
 
 
 @pytest.mark.requirement("G26")
@@ -766,7 +780,7 @@ async def test_compacting_separates_no_call_from_its_result_and_keeps_an_earlier
             key = f"agent:main:dashboard:{keep}"
             # 1–5 are summarised by 11, which does not count.
             await fill(app, key, *turn, *turn, summary, *turn)
-            view = await app.operations.compact(OPERATOR, key, keep=keep)
+            view = await app.operations.transcripts.compact(OPERATOR, key, keep=keep)
             entry = (await app.transcript(key))[-1]
             assert (view.compacted, view.kept, entry["firstKeptSeq"]) == (True, kept, first), keep
             assert entry["summary"] == f"They met.\n\n[Earlier messages left out here: {15 - kept}]"
@@ -783,10 +797,10 @@ async def test_a_session_that_is_answering_is_not_compacted(tmp_path: Path) -> N
         run_id = await app.say("two")
         await wait_for_event(agent.begun)
         with pytest.raises(Conflict, match="still answering"):
-            await app.operations.compact(OPERATOR, MAIN, keep=1)
+            await app.operations.transcripts.compact(OPERATOR, MAIN, keep=1)
         agent.release.set()
         await app.wait_for_end(run_id)
-        assert (await app.operations.compact(OPERATOR, MAIN, keep=1)).compacted
+        assert (await app.operations.transcripts.compact(OPERATOR, MAIN, keep=1)).compacted
 
 
 # --- adding ---
@@ -799,19 +813,21 @@ async def test_an_injected_entry_is_told_kept_and_shown_to_the_model(tmp_path: P
         await app.ask("hello")
         topic = session_topic(app.rows("SELECT id FROM sessions")[0]["id"])
         async with app.bus.listen(topic) as events:
-            told = await heard(app, lambda: app.operations.inject(OPERATOR, MAIN, "By the way.", "cron"))
+            told = await heard(
+                app, lambda: app.operations.transcripts.inject(OPERATOR, MAIN, "By the way.", "cron")
+            )
             appended = await events.get(0)
             assert await events.get(0) is None
         assert reasons(told) == [(MAIN, "inject")]
         assert isinstance(appended, MessageAppended)
-        view = await app.operations.describe(OPERATOR, MAIN)
+        view = await app.operations.sessions.describe(OPERATOR, MAIN)
         assert (appended.seq, appended.session_id) == (3, view.session_id)
     async with open_app_fixture(tmp_path, agent) as app:
         (entry,) = (await app.transcript())[2:]
         assert (entry["id"], entry["role"], entry["stopReason"]) == (appended.entry, "assistant", "stop")
         assert (entry["provider"], entry["model"]) == ("antiphon", "gateway-injected")
         assert entry["content"] == [{"type": "text", "text": "[cron]\n\nBy the way."}]
-        injected = await app.operations.inject(OPERATOR, "main", "And again.")
+        injected = await app.operations.transcripts.inject(OPERATOR, "main", "And again.")
         assert (injected.seq, injected.session_key, injected.session_id) == (4, MAIN, view.session_id)
         assert (await app.transcript())[-1]["id"] == injected.message_id
         await app.ask("what?")
@@ -838,7 +854,7 @@ async def test_what_cannot_be_injected_changes_nothing(
         await app.create(MAIN)
         before = dump_database(app.path)
         with pytest.raises(error):
-            await app.operations.inject(OPERATOR, session, words, label)
+            await app.operations.transcripts.inject(OPERATOR, session, words, label)
         assert dump_database(app.path) == before
 
 
@@ -860,11 +876,11 @@ async def test_nothing_is_injected_between_a_call_and_its_result(tmp_path: Path)
     async with open_app_fixture(tmp_path, agent, tools=[make_tool("work", work)]) as app:
         run_id = await app.say("go")
         await wait_for_event(thinking.begun)
-        assert (await app.operations.inject(OPERATOR, MAIN, "meanwhile")).seq == 2
+        assert (await app.operations.transcripts.inject(OPERATOR, MAIN, "meanwhile")).seq == 2
         thinking.release.set()
         await wait_for_event(working.begun)
         with pytest.raises(Conflict, match="waiting for a tool"):
-            await app.operations.inject(OPERATOR, MAIN, "no")
+            await app.operations.transcripts.inject(OPERATOR, MAIN, "no")
         working.release.set()
         assert (await app.wait_for_end(run_id)).reply == "finished"
         entries = await app.transcript()
@@ -875,7 +891,7 @@ async def test_nothing_is_injected_between_a_call_and_its_result(tmp_path: Path)
             (4, "toolResult"),
             (5, "assistant"),
         ]
-        assert (await app.operations.inject(OPERATOR, MAIN, "after")).seq == 6
+        assert (await app.operations.transcripts.inject(OPERATOR, MAIN, "after")).seq == 6
 
 
 @pytest.mark.requirement("G26", "G2")
@@ -884,7 +900,7 @@ async def test_a_run_with_an_injected_entry_in_it_is_taken_up(tmp_path: Path) ->
     async with open_app_fixture(tmp_path, first) as app:
         run_id = await app.say("go")
         await wait_for_event(first.begun)
-        await app.operations.inject(OPERATOR, MAIN, "meanwhile")
+        await app.operations.transcripts.inject(OPERATOR, MAIN, "meanwhile")
     second = Listening()
     async with open_app_fixture(tmp_path, second) as app:
         assert (await app.wait_for_end(run_id)).state == "ok"
@@ -913,7 +929,7 @@ async def test_previews_are_the_last_words_of_what_may_be_read(tmp_path: Path) -
         await app.create(MAIN)
         app.rows("UPDATE messages SET body = '{torn' WHERE seq = 1")
         gone = "agent:main:dashboard:nobody"
-        previews = await app.operations.preview(OPERATOR, [SIDE, "main", gone, ""], max_chars=20)
+        previews = await app.operations.transcripts.preview(OPERATOR, [SIDE, "main", gone, ""], max_chars=20)
         assert previews == [
             SessionPreview(
                 key=SIDE,
@@ -928,19 +944,19 @@ async def test_previews_are_the_last_words_of_what_may_be_read(tmp_path: Path) -
             SessionPreview(key=gone, status="missing", items=[]),
             SessionPreview(key="", status="missing", items=[]),
         ]
-        (short,) = await app.operations.preview(OPERATOR, [SIDE], limit=1)
+        (short,) = await app.operations.transcripts.preview(OPERATOR, [SIDE], limit=1)
         assert [item.text for item in short.items] == ["x" * 100]
-        assert len(await app.operations.preview(OPERATOR, ["main"] * 100)) == 64
-        (hidden,) = await app.operations.preview(Caller.agent("main", MAIN), [SIDE])
+        assert len(await app.operations.transcripts.preview(OPERATOR, ["main"] * 100)) == 64
+        (hidden,) = await app.operations.transcripts.preview(Caller.agent("main", MAIN), [SIDE])
         assert (hidden.status, hidden.items) == ("missing", [])
         with pytest.raises(Forbidden):
-            await app.operations.preview(Caller.operator([]), [SIDE])
+            await app.operations.transcripts.preview(Caller.operator([]), [SIDE])
 
 
 async def test_what_was_added_is_in_every_page_of_history(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo) as app:
         await app.ask("hello")
-        await app.operations.inject(OPERATOR, MAIN, "note")
-        await app.operations.compact(OPERATOR, MAIN, keep=1)
-        page = await app.operations.read_history(OPERATOR, MAIN, HistoryFilter())
+        await app.operations.transcripts.inject(OPERATOR, MAIN, "note")
+        await app.operations.transcripts.compact(OPERATOR, MAIN, keep=1)
+        page = await app.operations.transcripts.read(OPERATOR, MAIN, HistoryFilter())
         assert [item["role"] for item in page.messages] == ["user", "assistant", "assistant", "compaction"]

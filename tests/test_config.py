@@ -37,7 +37,7 @@ from antiphon.config.base import Section
 from antiphon.config.compat import FOREIGN_KEYS, SESSION_TOOL_NAMES, TOOL_GROUPS, UNUSED_KEYS
 from antiphon.config_file import find_duplicate_keys
 from antiphon.errors import ConfigError, NotFound, UnknownModel
-from antiphon.operations import Operations
+from antiphon.operations.operations import Operations
 from antiphon.runtimes.registry import RuntimeRegistry
 from antiphon.tools import create_session_tools
 from support.privileges import drop_privileges

@@ -40,11 +40,11 @@ def fill(app: AppFixture, *states: str) -> None:
 async def test_pages_of_a_state_go_on_where_they_ended(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo) as app:
         fill(app, "dead", "delivered", "dead", "blocked", "dead", "delivered")
-        first = await app.operations.list_deliveries(OPERATOR, "dead", limit=2)
+        first = await app.operations.deliveries.list(OPERATOR, "dead", limit=2)
         assert [row.key for row in first.deliveries] == ["5", "3"]
-        rest = await app.operations.list_deliveries(OPERATOR, "dead", limit=2, cursor=first.next_cursor)
+        rest = await app.operations.deliveries.list(OPERATOR, "dead", limit=2, cursor=first.next_cursor)
         assert ([row.key for row in rest.deliveries], rest.next_cursor) == (["1"], None)
-        every = await app.operations.list_deliveries(OPERATOR, limit=10)
+        every = await app.operations.deliveries.list(OPERATOR, limit=10)
         assert [row.key for row in every.deliveries] == list("654321")
         assert every.standing == {"dead": 3, "delivered": 2, "blocked": 1}
         assert not every.capped
@@ -57,7 +57,7 @@ async def test_of_those_that_were_delivered_only_so_many_are_counted(
     monkeypatch.setattr(deliveries, "MAX_DELIVERED_COUNTED", 3)
     async with open_app_fixture(tmp_path, echo) as app:
         fill(app, *["delivered"] * 5, *["dead"] * 4)
-        page = await app.operations.list_deliveries(OPERATOR)
+        page = await app.operations.deliveries.list(OPERATOR)
         assert (page.standing, page.capped) == ({"dead": 4, "delivered": 3}, True)
 
 

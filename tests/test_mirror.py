@@ -19,15 +19,14 @@ from antiphon.clock import Clock, ManualClock, SystemClock
 from antiphon.config import Config, parse
 from antiphon.engine.sessions import session_rows
 from antiphon.engine.sessions.session_rows import NewSession
-from antiphon.filters import ListFilter
 from antiphon.keys import parse as parse_key
-from antiphon.operations import IncomingMessage, Operations
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import IncomingMessage, ListFilter, SessionView
 from antiphon.state_access import open_operations_readonly, open_store_exclusive, open_store_readonly
 from antiphon.store import Store
 from antiphon.transfers import mirror as mirrors
 from antiphon.transfers.exports import export_all
 from antiphon.transfers.mirror import TranscriptMirror
-from antiphon.views import SessionView
 
 pytestmark = pytest.mark.anyio
 OPERATOR = Caller.operator()
@@ -39,8 +38,8 @@ UNMIRRORED, _ = parse({"session": {"transcripts": {"mirror": False}}})
 
 
 async def say(operations: Operations, text: str, session: str = "main") -> None:
-    accepted = await operations.submit(OPERATOR, IncomingMessage(session=session, content=text))
-    assert (await operations.wait(OPERATOR, accepted.run_id, 10)).state == "ok"
+    accepted = await operations.messages.submit(OPERATOR, IncomingMessage(session=session, content=text))
+    assert (await operations.runs.wait(OPERATOR, accepted.run_id, 10)).state == "ok"
 
 
 async def talked(state: Path, *keys: str, clock: Clock | None = None) -> list[Path]:
@@ -52,7 +51,7 @@ async def talked(state: Path, *keys: str, clock: Clock | None = None) -> list[Pa
 
 
 async def file_of(operations: Operations, key: str, state: Path) -> Path:
-    session_id = (await operations.describe(OPERATOR, key)).session_id
+    session_id = (await operations.sessions.describe(OPERATOR, key)).session_id
     return state / "transcripts" / f"{session_id}.jsonl"
 
 
@@ -110,12 +109,12 @@ async def test_the_file_a_row_names_is_what_an_export_would_write(tmp_path: Path
         async with open_app_operations(MIRRORED, tmp_path) as operations:
             await say(operations, f"say {number}")
             await say(operations, "say more")
-            row = await operations.describe(OPERATOR, "main")
+            row = await operations.sessions.describe(OPERATOR, "main")
             files.add(Path(row.transcript_path or ""))
             if number:
-                await operations.renew(OPERATOR, "main")
+                await operations.conversations.renew(OPERATOR, "main")
                 await say(operations, "say anew")
-                files.add(Path((await operations.describe(OPERATOR, "main")).transcript_path or ""))
+                files.add(Path((await operations.sessions.describe(OPERATOR, "main")).transcript_path or ""))
     async with open_store_readonly(Config(), tmp_path) as store:
         await export_all(store, tmp_path / "out")
     assert len(files) == 2
@@ -174,11 +173,11 @@ async def test_the_files_of_a_deleted_session_go_whoever_wrote_them(
     monkeypatch.setattr(mirrors, "MIRRORED_ROWS_PER_PAGE", 2)
     files: list[Path] = []
     async with open_app_operations(UNMIRRORED, tmp_path) as operations:
-        await operations.open(OPERATOR, GROUP)
+        await operations.sessions.open(OPERATOR, GROUP)
         for _ in range(3):
             await say(operations, "say a secret", GROUP)
             files.append(await file_of(operations, GROUP, tmp_path))
-            await operations.renew(OPERATOR, GROUP)
+            await operations.conversations.renew(OPERATOR, GROUP)
     (kept,) = await talked(tmp_path, MAIN)
     foreign = kept.with_name("11111111-1111-4111-8111-111111111111.jsonl")
     async with open_store_exclusive(Config(), tmp_path) as store:
@@ -271,12 +270,12 @@ async def test_a_file_that_could_not_be_removed_is_removed_at_the_next_start(tmp
 
 async def test_what_is_deleted_after_a_restart_leaves_no_file(tmp_path: Path) -> None:
     async with open_app_operations(MIRRORED, tmp_path) as operations:
-        await operations.open(OPERATOR, GROUP)
+        await operations.sessions.open(OPERATOR, GROUP)
         await say(operations, "say a secret", GROUP)
         file = await file_of(operations, GROUP, tmp_path)
     assert file.exists()
     async with open_app_operations(MIRRORED, tmp_path) as operations:
-        assert await operations.delete(OPERATOR, GROUP)
+        assert await operations.sessions.delete(OPERATOR, GROUP)
     assert not file.exists()
 
 
@@ -313,30 +312,30 @@ async def test_a_row_names_a_file_that_exists(tmp_path: Path) -> None:
     async with open_app_operations(Config(), tmp_path) as operations:
         await say(operations, "say hello")
         for view in (
-            await operations.describe(OPERATOR, "main"),
-            (await operations.get_session_status(OPERATOR, "main")).session,
-            (await operations.list(OPERATOR, ListFilter())).sessions[0],
+            await operations.sessions.describe(OPERATOR, "main"),
+            (await operations.sessions.get_status(OPERATOR, "main")).session,
+            (await operations.sessions.list(OPERATOR, ListFilter())).sessions[0],
         ):
             assert is_file(view)
-        before = await operations.describe(OPERATOR, "main")
-        after = await operations.renew(OPERATOR, "main")
+        before = await operations.sessions.describe(OPERATOR, "main")
+        after = await operations.conversations.renew(OPERATOR, "main")
         assert after.transcript_path is None or is_file(after)
-        after = await operations.describe(OPERATOR, "main")
+        after = await operations.sessions.describe(OPERATOR, "main")
         assert is_file(after)
         assert before.transcript_path != after.transcript_path
     async with open_operations_readonly(Config(), tmp_path) as operations:
-        row = await operations.describe(OPERATOR, "main")
+        row = await operations.sessions.describe(OPERATOR, "main")
         assert row.transcript_path == after.transcript_path
         (await file_of(operations, "main", tmp_path)).unlink()
     async with open_operations_readonly(Config(), tmp_path) as operations:
-        assert (await operations.describe(OPERATOR, "main")).transcript_path is None
+        assert (await operations.sessions.describe(OPERATOR, "main")).transcript_path is None
 
 
 @pytest.mark.requirement("L4")
 async def test_without_files_no_row_names_one(tmp_path: Path) -> None:
     async with open_app_operations(UNMIRRORED, tmp_path) as operations:
         await say(operations, "say hello")
-        row = await operations.describe(OPERATOR, "main")
+        row = await operations.sessions.describe(OPERATOR, "main")
         assert (row.transcript_path, (tmp_path / "transcripts").exists()) == (None, False)
 
 

@@ -27,10 +27,11 @@ from antiphon.app import open_app, open_app_operations
 from antiphon.config import Config
 from antiphon.engine.jobs.jobs import AgentTurn, JobSpec
 from antiphon.engine.jobs.schedule import EverySchedule
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.errors import AntiphonError, Conflict, StoreDamaged, StoreError, StoreLocked
-from antiphon.filters import HistoryFilter, ListFilter
 from antiphon.gateway.tokens import TokenRegistry
-from antiphon.operations import IncomingMessage, Operations, SendRequest, SessionPatch, SpawnRequest
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import IncomingMessage, ListFilter, SendRequest, SessionPatch, SpawnRequest
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
 from antiphon.state_access import open_operations_readonly
@@ -88,46 +89,48 @@ async def fill(path: Path) -> None:
     async with open_app(CONFIG, path, functions={"slow": FunctionRuntime(hold)}) as home:
         operations = home.operations
         await told(operations, MAIN, "say the first answer is saffron")
-        await operations.renew(OPERATOR, MAIN)
+        await operations.conversations.renew(OPERATOR, MAIN)
         await told(operations, MAIN, "say the second answer is madder \0 root")
         await told(operations, GROUP, "call agents_list {}\nsay hello group")
-        await operations.patch(OPERATOR, GROUP, SessionPatch(label="The Choir", display_name="Sönntag"))
+        await operations.sessions.patch(
+            OPERATOR, GROUP, SessionPatch(label="The Choir", display_name="Sönntag")
+        )
         asked = SendRequest(session=GROUP, message="say say yes", timeout_seconds=BOUND)
-        assert (await operations.send(OPERATOR, asked, requester=MAIN)).status == "ok"
-        await operations.spawn(OPERATOR, SpawnRequest(task="say 42", label="calc"), requester=MAIN)
+        assert (await operations.exchanges.send(OPERATOR, asked, requester=MAIN)).status == "ok"
+        await operations.subagents.spawn(OPERATOR, SpawnRequest(task="say 42", label="calc"), requester=MAIN)
         await wait_until(lambda: _settled(operations))
         await told(operations, "agent:main:telegram:group:8", "say goodbye")
-        await operations.patch(OPERATOR, "agent:main:telegram:group:8", SessionPatch(archived=True))
+        await operations.sessions.patch(OPERATOR, "agent:main:telegram:group:8", SessionPatch(archived=True))
         spec = JobSpec(
             name="daily",
             schedule=EverySchedule(every_ms=86_400_000),
             payload=AgentTurn(message="say morning"),
         )
-        await home.schedules.add(OPERATOR, spec, key="the job")
+        await home.operations.jobs.add(OPERATOR, spec, key="the job")
         await told(operations, "agent:main:telegram:group:9", "say forget me")
-        await operations.delete(OPERATOR, "agent:main:telegram:group:9")
-        await operations.submit(
+        await operations.sessions.delete(OPERATOR, "agent:main:telegram:group:9")
+        await operations.messages.submit(
             OPERATOR, IncomingMessage(session=SLOW, content="begin", idempotency_key="r1")
         )
         await asyncio.wait_for(held.wait(), BOUND)
-        await operations.submit(
+        await operations.messages.submit(
             OPERATOR, IncomingMessage(session=SLOW, content="then this", idempotency_key="r2")
         )
         words = f"call sessions_send {json.dumps(ASKING)}"
-        await operations.submit(
+        await operations.messages.submit(
             OPERATOR, IncomingMessage(session=HELPER, content=words, idempotency_key="r3")
         )
         await wait_until(lambda: _waits(path))
 
 
 async def told(operations: Operations, session: str, text: str) -> None:
-    run = await operations.submit(OPERATOR, IncomingMessage(session=session, content=text))
-    assert (await operations.wait(OPERATOR, run.run_id, BOUND)).state == "ok"
+    run = await operations.messages.submit(OPERATOR, IncomingMessage(session=session, content=text))
+    assert (await operations.runs.wait(OPERATOR, run.run_id, BOUND)).state == "ok"
 
 
 async def _settled(operations: Operations) -> bool:
-    page = await operations.list_exchanges(OPERATOR, None, unsettled=True, limit=10)
-    tasks = await operations.list_subagents(OPERATOR, MAIN)
+    page = await operations.exchanges.list(OPERATOR, None, unsettled=True, limit=10)
+    tasks = await operations.subagents.list(OPERATOR, MAIN)
     return not page.exchanges and all(task.ended_at for task in tasks)
 
 
@@ -250,21 +253,23 @@ class Stop:
 
 async def seen(operations: Operations) -> dict[str, Any]:
     """What can be asked of a store, as JSON."""
-    listed = await operations.list(OPERATOR, ListFilter(limit=200, include_archived=True))
+    listed = await operations.sessions.list(OPERATOR, ListFilter(limit=200, include_archived=True))
     wanted = HistoryFilter(limit=1000, include_tools=True, after=0)
     found = {
         "list": listed,
-        "choir": await operations.list(OPERATOR, ListFilter(search="choir sonn")),
-        "histories": [await operations.read_history(OPERATOR, row.key, wanted) for row in listed.sessions],
-        "past": [
-            await operations.read_history(OPERATOR, past.session_id, wanted)
-            for past in await operations.list_conversations(OPERATOR, MAIN)
+        "choir": await operations.sessions.list(OPERATOR, ListFilter(search="choir sonn")),
+        "histories": [
+            await operations.transcripts.read(OPERATOR, row.key, wanted) for row in listed.sessions
         ],
-        "exchanges": await operations.list_exchanges(OPERATOR, None, unsettled=False, limit=100),
-        "deliveries": await operations.list_deliveries(OPERATOR, None, 100),
-        "usage": await operations.get_usage(OPERATOR, MAIN, tree=True),
+        "past": [
+            await operations.transcripts.read(OPERATOR, past.session_id, wanted)
+            for past in await operations.conversations.list(OPERATOR, MAIN)
+        ],
+        "exchanges": await operations.exchanges.list(OPERATOR, None, unsettled=False, limit=100),
+        "deliveries": await operations.deliveries.list(OPERATOR, None, 100),
+        "usage": await operations.transcripts.get_usage(OPERATOR, MAIN, tree=True),
         "runs": [
-            msgspec.structs.replace(await operations.get_run(OPERATOR, run), queued_ms=None, running_ms=None)
+            msgspec.structs.replace(await operations.runs.get(OPERATOR, run), queued_ms=None, running_ms=None)
             for run in ("r1", "r2", "r3")
         ],
     }
@@ -290,13 +295,15 @@ async def test_a_house_goes_on_where_the_other_stopped(state: Path, database: Pa
     async with open_app(on(target), state, functions={"slow": FunctionRuntime(answer)}) as home:
         operations = home.operations
         for run in ("r1", "r2", "r3"):
-            assert (await operations.wait(OPERATOR, run, BOUND)).state == "ok", run
-        (job,) = await home.schedules.list(OPERATOR)
+            assert (await operations.runs.wait(OPERATOR, run, BOUND)).state == "ok", run
+        (job,) = await home.operations.jobs.list(OPERATOR)
         assert job.name == "daily" and job.state.next_run_at_ms
         for word, session in (("saffron", MAIN), ("madder", MAIN), ("group", GROUP)):
-            assert session in {hit.session_key for hit in (await operations.search(OPERATOR, word)).results}
+            assert session in {
+                hit.session_key for hit in (await operations.search.find(OPERATOR, word)).results
+            }
         await told(operations, MAIN, "say and on it goes")
-        history = await operations.read_history(OPERATOR, SLOW, HistoryFilter(limit=100))
+        history = await operations.transcripts.read(OPERATOR, SLOW, HistoryFilter(limit=100))
     asked = [item["content"] for item in history.messages if item["role"] == "user"]
     assert asked == ["begin", "then this", "say it was asked"]
     assert len(played) == 3, "each of them once"
@@ -541,7 +548,7 @@ async def test_nobody_uses_a_database_that_is_half_there(
     assert everything(target) == half
     await migrate_to_postgres(database, target, ignore)
     async with open_operations_readonly(on(target), state) as operations:
-        assert (await operations.describe(OPERATOR, GROUP)).label == "The Choir"
+        assert (await operations.sessions.describe(OPERATOR, GROUP)).label == "The Choir"
 
 
 # --- what is refused ---

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from antiphon.access import Caller
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.errors import (
     Ambiguous,
     Conflict,
@@ -18,7 +19,7 @@ from antiphon.errors import (
     UnknownModel,
 )
 from antiphon.messages import UserMessage
-from antiphon.operations import HistoryFilter, IncomingMessage, ListFilter
+from antiphon.operations.types import IncomingMessage, ListFilter
 from antiphon.runtimes import Prompt
 from antiphon.state_access import create_operations
 from antiphon.store.statedir import StateDir
@@ -53,7 +54,7 @@ async def test_a_row_has_the_agreed_names_and_leaves_out_what_is_unknown(tmp_pat
             "chat_type = 'direct', subject = 's' WHERE key = ?",
             child,
         )
-        page = await app.operations.list(OPERATOR, ListFilter())
+        page = await app.operations.sessions.list(OPERATOR, ListFilter())
         rows = {row.key: msgspec.to_builtins(row) for row in page.sessions}
         full, plain = rows.pop(child), rows.pop(MAIN)
         assert not rows
@@ -73,14 +74,14 @@ async def test_history_is_raw_oldest_first_and_by_key_or_session_id(tmp_path: Pa
     async with open_app_fixture(tmp_path, echo) as app:
         for number in range(3):
             await app.ask(f"say {number}")
-        page = await app.operations.read_history(OPERATOR, "main", HistoryFilter(limit=2))
+        page = await app.operations.transcripts.read(OPERATOR, "main", HistoryFilter(limit=2))
         assert [item["role"] for item in page.messages] == ["user", "assistant"]
         assert page.messages[0]["content"] == "say 2"
         assert (page.total, page.has_more, page.next_cursor) == (6, True, "5")
-        by_id = await app.operations.read_history(OPERATOR, page.session_id, HistoryFilter(limit=2))
+        by_id = await app.operations.transcripts.read(OPERATOR, page.session_id, HistoryFilter(limit=2))
         assert by_id == page
         with pytest.raises(NotFound, match="sessions_list"):
-            await app.operations.read_history(
+            await app.operations.transcripts.read(
                 OPERATOR, "00000000-0000-0000-0000-000000000000", HistoryFilter()
             )
 
@@ -105,30 +106,30 @@ async def test_a_denied_session_takes_nothing_and_changes_nothing(tmp_path: Path
 async def test_a_new_conversation_keeps_the_old_one_readable_and_restorable(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo) as app:
         await app.ask("first")
-        old = (await app.operations.describe(OPERATOR, "main")).session_id
-        new = (await app.operations.renew(OPERATOR, "main")).session_id
+        old = (await app.operations.sessions.describe(OPERATOR, "main")).session_id
+        new = (await app.operations.conversations.renew(OPERATOR, "main")).session_id
         assert new != old
         assert await app.transcript() == []
         assert (await app.transcript(old))[0]["content"] == "first"
-        assert [c.session_id for c in await app.operations.list_conversations(OPERATOR, "main")] == [
+        assert [c.session_id for c in await app.operations.conversations.list(OPERATOR, "main")] == [
             new,
             old,
         ]
         with pytest.raises(Conflict, match="Restore it first"):
             await app.say("to the old one", old)
-        assert (await app.operations.restore(OPERATOR, old)).session_id == old
+        assert (await app.operations.conversations.restore(OPERATOR, old)).session_id == old
         await app.ask("second")
         entries = await app.transcript()
         assert [entry["seq"] for entry in entries] == [1, 2, 3, 4]
         assert entries[2]["content"] == "second"
     async with open_app_fixture(tmp_path, echo) as app:
-        assert (await app.operations.describe(OPERATOR, "main")).session_id == old
+        assert (await app.operations.sessions.describe(OPERATOR, "main")).session_id == old
 
 
 async def test_a_session_that_is_answering_is_not_renewed(tmp_path: Path) -> None:
     async def slow(prompt: Prompt) -> str:
         with pytest.raises(Conflict, match="or stop it"):
-            await app.operations.renew(OPERATOR, "main")
+            await app.operations.conversations.renew(OPERATOR, "main")
         return "done"
 
     async with open_app_fixture(tmp_path, slow) as app:
@@ -143,10 +144,10 @@ async def test_references_that_fit_several_sessions_list_them(tmp_path: Path) ->
             await app.create(key)
         app.rows("UPDATE sessions SET label = 'twin'")
         with pytest.raises(Ambiguous) as caught:
-            await app.operations.describe(OPERATOR, "twin")
+            await app.operations.sessions.describe(OPERATOR, "twin")
         assert sorted(caught.value.data["candidates"]) == keys
         app.rows("UPDATE sessions SET label = 'only' WHERE key = ?", keys[0])
-        assert (await app.operations.describe(OPERATOR, "only")).key == keys[0]
+        assert (await app.operations.sessions.describe(OPERATOR, "only")).key == keys[0]
 
 
 @pytest.mark.requirement("V3", "K2")
@@ -156,14 +157,14 @@ async def test_an_agent_sees_its_own_short_keys_and_nobody_elses_sessions(tmp_pa
         await app.ask("hello")
         await app.ask("hello", "agent:other:main")
         caller = Caller.agent("main", MAIN)
-        page = await app.operations.list(caller, ListFilter())
+        page = await app.operations.sessions.list(caller, ListFilter())
         assert [row.key for row in page.sessions] == ["main"]
         assert page.scope == "tree"
         hidden, absent = "agent:other:main", "agent:other:dashboard:9"
         errors: list[str] = []
         for reference in (hidden, absent):
             with pytest.raises(NotFound) as caught:
-                await app.operations.read_history(caller, reference, HistoryFilter())
+                await app.operations.transcripts.read(caller, reference, HistoryFilter())
             errors.append(str(caught.value).replace(reference, "…"))
         assert errors[0] == errors[1]
 
@@ -186,7 +187,7 @@ async def test_bad_input_names_the_field_and_changes_nothing(
 ) -> None:
     async with open_app_fixture(tmp_path, echo) as app:
         with pytest.raises(error) as caught:
-            await app.operations.submit(OPERATOR, message)
+            await app.operations.messages.submit(OPERATOR, message)
         assert getattr(caught.value, "data", {}).get("field") == field
         assert app.rows("SELECT * FROM sessions") == []
 
@@ -198,7 +199,7 @@ async def test_with_global_scope_every_main_is_the_one_session(tmp_path: Path) -
     async with open_app_fixture(tmp_path, echo, config=config) as app:
         await app.ask("one", "main")
         await app.ask("two", "agent:b:main")
-        page = await app.operations.list(OPERATOR, ListFilter())
+        page = await app.operations.sessions.list(OPERATOR, ListFilter())
         assert [row.key for row in page.sessions] == ["main"]
         assert [entry["content"] for entry in await app.transcript("main")][::2] == ["one", "two"]
 
@@ -212,7 +213,7 @@ async def test_filtering_by_agent_keeps_what_was_spawned_below_the_caller(tmp_pa
         await app.create(child, MAIN)
         caller = Caller.agent("main", MAIN)
         for agent_id, expected in (("helper", [child]), ("MAIN", ["main"]), (None, [child, "main"])):
-            page = await app.operations.list(caller, ListFilter(agent_id=agent_id))
+            page = await app.operations.sessions.list(caller, ListFilter(agent_id=agent_id))
             assert sorted(row.key for row in page.sessions) == sorted(expected), agent_id
 
 
@@ -223,9 +224,9 @@ async def test_a_child_is_not_told_of_a_parent_it_may_not_see(tmp_path: Path) ->
     async with open_app_fixture(tmp_path, echo) as app:
         await app.create(parent)
         await app.create(child, parent)
-        page = await app.operations.list(Caller.agent("main", child), ListFilter())
+        page = await app.operations.sessions.list(Caller.agent("main", child), ListFilter())
         assert [(row.key, row.parent_key) for row in page.sessions] == [(child, None)]
-        page = await app.operations.list(Caller.agent("main", parent), ListFilter())
+        page = await app.operations.sessions.list(Caller.agent("main", parent), ListFilter())
         assert {row.key: row.parent_key for row in page.sessions} == {parent: None, child: parent}
 
 
@@ -241,16 +242,16 @@ async def test_many_agents_can_be_seen_at_once(tmp_path: Path) -> None:
         for agent_id in [*ids, "hidden"]:
             await app.create(f"agent:{agent_id}:main")
         caller = Caller.agent("a0", "agent:a0:main")
-        page = await app.operations.list(caller, ListFilter(limit=200, include_archived=True))
+        page = await app.operations.sessions.list(caller, ListFilter(limit=200, include_archived=True))
         assert {row.agent_id for row in page.sessions} == set(ids)
 
 
 async def test_without_an_engine_nothing_is_queued(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo) as app:
         await app.ask("hello")
-        lame = create_operations(app.operations.config, app.store, StateDir.open_unlocked(tmp_path))
+        lame = create_operations(app.operations.context.config, app.store, StateDir.open_unlocked(tmp_path))
         with pytest.raises(StoreReadOnly):
-            await lame.submit(OPERATOR, IncomingMessage(session="main", content="lost?"))
+            await lame.messages.submit(OPERATOR, IncomingMessage(session="main", content="lost?"))
         assert len(app.rows("SELECT * FROM runs")) == 1
 
 
@@ -259,12 +260,12 @@ async def test_a_page_is_bounded_in_bytes_as_well(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo) as app:
         await app.create(MAIN)
         for _ in range(10):
-            await app.operations.inject(OPERATOR, MAIN, "x" * 1_000_000)
-        newest = await app.operations.read_history(OPERATOR, MAIN, HistoryFilter(limit=1000))
+            await app.operations.transcripts.inject(OPERATOR, MAIN, "x" * 1_000_000)
+        newest = await app.operations.transcripts.read(OPERATOR, MAIN, HistoryFilter(limit=1000))
         assert [item["seq"] for item in newest.messages] == [7, 8, 9, 10]
         assert (newest.total, newest.has_more, newest.next_cursor) == (10, True, "7")
-        oldest = await app.operations.read_history(OPERATOR, MAIN, HistoryFilter(limit=1000, after=0))
+        oldest = await app.operations.transcripts.read(OPERATOR, MAIN, HistoryFilter(limit=1000, after=0))
         assert [item["seq"] for item in oldest.messages] == [1, 2, 3, 4]
         assert (oldest.has_more, oldest.next_cursor) == (True, "4")
-        rest = await app.operations.read_history(OPERATOR, MAIN, HistoryFilter(limit=1000, after=8))
+        rest = await app.operations.transcripts.read(OPERATOR, MAIN, HistoryFilter(limit=1000, after=8))
         assert ([item["seq"] for item in rest.messages], rest.next_cursor) == ([9, 10], None)

@@ -34,7 +34,9 @@ from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.sessions.session_rows import NewSession
 from antiphon.engine.toolbox import Tool, Toolbox, ToolOutput, ToolRequest
 from antiphon.errors import AntiphonError, Forbidden, SpawnRefused
-from antiphon.operations import Operations, SpawnRequest
+from antiphon.operations.context import OperationContext
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import SpawnRequest
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
 from antiphon.store import Row, Store, Tx
@@ -282,13 +284,16 @@ async def desk(config: Config, path: Path) -> AsyncGenerator[Desk]:
     async with open_test_store(path) as store:
         door = SessionResolver(config)
         operations = Operations(
-            config=config,
-            store=store,
-            bus=LocalBus(),
-            clock=SystemClock(),
-            door=door,
-            engine=None,
-            state_dir=path,
+            OperationContext(
+                config=config,
+                store=store,
+                bus=LocalBus(),
+                clock=SystemClock(),
+                session_resolver=door,
+                worker=None,
+                state_dir=path,
+                toolbox=Toolbox(),
+            )
         )
         tools = {tool.spec.name: tool for tool in create_session_tools(operations)}
         yield Desk(store, door, tools, SessionIdentityResolver(config, door, Toolbox()))
@@ -496,7 +501,7 @@ async def _check_child(opened: App, path: Path, parent: SessionIdentity, child: 
     assert set(child.tools) <= set(parent.tools)
     assert child.caller.sandboxed >= parent.caller.sandboxed
     above, below = [
-        {line.id for line in (await opened.operations.list_reachable_agents(actor.caller)).agents}
+        {line.id for line in (await opened.operations.agents.list_reachable(actor.caller)).agents}
         for actor in (parent, child)
     ]
     assert below <= above
@@ -518,16 +523,16 @@ async def _spawn_on(opened: App, path: Path, key: str, agents: list[str]) -> str
     """One below the other, until one is refused; the last key."""
     operations = opened.operations
     for agent in agents:
-        parent = (await operations.act_as(OPERATOR, key)).actor
+        parent = (await operations.sessions.act_as(OPERATOR, key)).actor
         before = query_database(path / DATABASE, "SELECT key FROM sessions ORDER BY key")
         try:
             wanted = SpawnRequest(task="go", agent_id=agent, announce="none")
-            spawned = await operations.spawn(parent.caller, wanted)
+            spawned = await operations.subagents.spawn(parent.caller, wanted)
         except (SpawnRefused, Forbidden):
             assert query_database(path / DATABASE, "SELECT key FROM sessions ORDER BY key") == before
             continue
         key = _full(spawned.child_session_key, agent)
-        await _check_child(opened, path, parent, (await operations.act_as(OPERATOR, key)).actor)
+        await _check_child(opened, path, parent, (await operations.sessions.act_as(OPERATOR, key)).actor)
     return key
 
 
@@ -540,7 +545,8 @@ async def _check_line(opened: App, path: Path) -> None:
     sql = "SELECT s.key, p.key AS above FROM sessions s JOIN sessions p ON p.id = s.spawned_by"
     for row in query_database(path / DATABASE, sql):
         parent, child = [
-            (await opened.operations.act_as(OPERATOR, key)).actor for key in (row["above"], row["key"])
+            (await opened.operations.sessions.act_as(OPERATOR, key)).actor
+            for key in (row["above"], row["key"])
         ]
         await _check_child(opened, path, parent, child)
 
@@ -550,7 +556,7 @@ async def _housing(configuration: Settings, path: Path) -> AsyncGenerator[App]:
     functions = {agent: FunctionRuntime(_silent) for agent in AGENTS}
     async with open_app(make_config(configuration), path, functions=functions) as opened:
         for agent, rest in itertools.product(AGENTS, ("main", "direct:1")):
-            await opened.operations.open(OPERATOR, f"agent:{agent}:{rest}")
+            await opened.operations.sessions.open(OPERATOR, f"agent:{agent}:{rest}")
         yield opened
 
 
@@ -589,9 +595,9 @@ async def test_what_the_sandbox_takes_from_a_parent_its_child_does_not_get_back(
     """Though the child's own agent may see everything from its sandbox."""
     async with _housing(BOXED, tmp_path) as opened:
         bob = await _spawn_on(opened, tmp_path, MAIN, ["ann", "bob"])
-        actor = (await opened.operations.act_as(OPERATOR, bob)).actor
+        actor = (await opened.operations.sessions.act_as(OPERATOR, bob)).actor
         assert _reached(opened.config, tmp_path, actor.caller, "read") == {bob}
-        alone = (await opened.operations.act_as(OPERATOR, "agent:bob:main")).actor
+        alone = (await opened.operations.sessions.act_as(OPERATOR, "agent:bob:main")).actor
         assert len(_reached(opened.config, tmp_path, alone.caller, "read")) > 6
 
 
@@ -606,7 +612,7 @@ async def test_a_child_writes_to_no_session_of_its_agent_that_its_parent_only_re
     configuration = {**BOXED, "agents": {**BOXED["agents"], "list": agents}}
     async with _housing(configuration, tmp_path) as opened:
         ann = await _spawn_on(opened, tmp_path, MAIN, ["ann"])
-        actor = (await opened.operations.act_as(OPERATOR, ann)).actor
+        actor = (await opened.operations.sessions.act_as(OPERATOR, ann)).actor
         assert _reached(opened.config, tmp_path, actor.caller, "send") == {ann}
         assert "agent:bob:main" in _reached(opened.config, tmp_path, actor.caller, "read")
 

@@ -35,7 +35,7 @@ from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.sessions.retention import RetentionPolicy
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.errors import AntiphonError, Conflict, Forbidden, InvalidInput, NotFound, TooLarge
-from antiphon.job_operations import JobOperations, JobPatch, JobSpec, JobView, parse_job_input
+from antiphon.operations.jobs import JobOperations, JobPatch, JobSpec, JobView, parse_job_input
 from antiphon.runtimes import Prompt
 from chaos.harness import get_store_arguments
 from chaos.killer import DatabaseLocation
@@ -115,7 +115,7 @@ async def desk(
             clock=clock,
             engine=app.engine.worker,
         )
-        schedules = JobOperations(store=app.store, clock=clock, scheduler=scheduler)
+        schedules = JobOperations(app.operations.context, scheduler)
         yield Desk(app, schedules, scheduler, clock)
 
 
@@ -195,7 +195,7 @@ async def test_a_job_fires_into_a_session_of_its_own_and_says_how_it_went(tmp_pa
         await at.pass_(3600)
         await at.settle()
         assert len(await at.app.transcript(key)) == 4  # one session for all its firings
-        session = await at.app.operations.describe(OPERATOR, key)
+        session = await at.app.operations.sessions.describe(OPERATOR, key)
         assert (session.kind, session.display_name) == ("cron", "The morning")
         assert at.app.rows("SELECT firings, failures FROM jobs") == [{"firings": 2, "failures": 0}]
 
@@ -299,7 +299,7 @@ async def test_main_is_the_agents_main_session(tmp_path: Path, scope: str, key: 
         await at.add(session_target="main", agent_id="helper")
         named = None
         if scope == "global":
-            await at.app.operations.open(OPERATOR, "main")
+            await at.app.operations.sessions.open(OPERATOR, "main")
             named = await at.add(session_target="session:agent:helper:main")
             assert named.session_target == "session:main"
         await at.pass_(3600)
@@ -424,7 +424,7 @@ async def test_a_full_lane_holds_up_no_other_job(tmp_path: Path) -> None:
 
 
 async def _state(at: Desk, run_id: str, state: str) -> bool:
-    return (await at.app.operations.get_run(OPERATOR, run_id)).state == state
+    return (await at.app.operations.runs.get(OPERATOR, run_id)).state == state
 
 
 async def _so_many_ended(at: Desk, many: int) -> bool:
@@ -518,7 +518,7 @@ async def lives(home: Path, job_id: str, place: DatabaseLocation | None, kill: i
     # Who comes after a kill comes when the lease of the dead has run out.
     clock = ManualClock(START + HOUR + (0 if kill else MINUTE))
     async with open_app(config, home, clock=clock, on_commit=on_commit) as opened:
-        await wait_until(lambda: _ended(opened.schedules, job_id))
+        await wait_until(lambda: _ended(opened.operations.jobs, job_id))
 
 
 async def _ended(schedules: JobOperations, job_id: str) -> bool:
@@ -544,7 +544,7 @@ async def test_killed_around_any_commit_a_slot_is_one_run(tmp_path: Path) -> Non
         home = tmp_path / f"{number}"
         async with open_app(Config(), home, clock=ManualClock(START)) as opened:
             spec = JobSpec(name="hourly", schedule=HOURLY, payload=WORDS)
-            job = await opened.schedules.add(OPERATOR, spec)
+            job = await opened.operations.jobs.add(OPERATOR, spec)
         homes.append((str(home), job.id, get_store_arguments(home)))
     command = [sys.executable, __file__, json.dumps(homes)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
@@ -572,11 +572,11 @@ async def test_the_house_fires_by_itself_and_hears_of_new_jobs(tmp_path: Path) -
         async with opened.bus.listen("sessions") as events:
             # It sleeps for half a minute unless it is told that there is something to do.
             spec = JobSpec(name="now", schedule=AtSchedule(at_ms=START), payload=WORDS)
-            job = await opened.schedules.add(OPERATOR, spec)
+            job = await opened.operations.jobs.add(OPERATOR, spec)
             heard: list[object] = []
             wanted = SessionChanged(session_key=f"agent:main:cron:{job.id}", reason="cron")
             await wait_until(lambda: _heard(events, heard, wanted))
-        view = await opened.operations.wait(OPERATOR, f"cron:{job.id}:{START}", BOUND)
+        view = await opened.operations.runs.wait(OPERATOR, f"cron:{job.id}:{START}", BOUND)
         assert (view.state, view.reply) == ("ok", "good morning")
 
 

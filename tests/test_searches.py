@@ -21,14 +21,16 @@ from antiphon.clock import ManualClock
 from antiphon.config import Config
 from antiphon.engine.sessions import search, session_rows
 from antiphon.engine.sessions.session_rows import NewSession
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.errors import Forbidden, InvalidInput, NotFound
 from antiphon.gateway.server import serve_gateway
 from antiphon.messages import TextBlock, ToolResult, UserMessage
-from antiphon.operations import HistoryFilter, Operations, SessionPatch, message_search
+from antiphon.operations import search as message_search
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import SearchHit, SearchPage, SessionPatch
 from antiphon.runtimes import Prompt
 from antiphon.store import Tx
-from antiphon.views import SearchHit, SearchPage
 from support.app_fixture import BOUND, MAIN, OPERATOR, AppFixture, make_config, open_app_fixture
 
 AGENTS = ("main", "helper", "writer")
@@ -120,7 +122,7 @@ async def _readable(operations: Operations, caller: Caller, conversations: list[
     read: set[str] = set()
     for session_id in conversations:
         try:
-            page = await operations.read_history(caller, session_id, HistoryFilter())
+            page = await operations.transcripts.read(caller, session_id, HistoryFilter())
         except NotFound:
             continue
         assert page.session_id == session_id
@@ -149,13 +151,15 @@ async def _compared(path: Path, config: Config, places: list[Place], callers: li
         conversations = await app.store.tx(_build, places, 25)
         for caller in callers:
             readable = await _readable(app.operations, caller, conversations)
-            page = await app.operations.search(caller, "word", limit=50)
+            page = await app.operations.search.find(caller, "word", limit=50)
             assert not page.indexing and not page.truncated
             found = {hit.session_id for hit in page.results if not hit.snippet.endswith("hidden")}
             assert found == readable, caller
             if caller is not OPERATOR and len(found) < len(page.results):
                 # Agents that are not named anywhere are admitted by `*` alone, in lists and here.
-                assert (await app.operations.describe(caller, "agent:hidden:direct:1")).agent_id == "hidden"
+                assert (
+                    await app.operations.sessions.describe(caller, "agent:hidden:direct:1")
+                ).agent_id == "hidden"
             for place in places:  # and each of them alone
                 await _alone(app.operations, caller, place, conversations, readable)
 
@@ -163,18 +167,18 @@ async def _compared(path: Path, config: Config, places: list[Place], callers: li
 async def _alone(
     operations: Operations, caller: Caller, place: Place, conversations: list[str], readable: set[str]
 ) -> None:
-    several = await operations.search(
+    several = await operations.search.find(
         caller, "word", limit=50, sessions=[place.key, "agent:main:direct:none"]
     )
     try:
-        one = await operations.search(caller, "word", limit=50, session=place.key)
+        one = await operations.search.find(caller, "word", limit=50, session=place.key)
     except NotFound:
         assert several.results == []
         return
     assert several.results == one.results
     assert len(one.results) == place.conversations
     assert {hit.session_id for hit in one.results} <= readable & set(conversations)
-    whose = await operations.search(caller, "word", limit=50, agent_id=place.agent.upper())
+    whose = await operations.search.find(caller, "word", limit=50, agent_id=place.agent.upper())
     agents = {keys.parse(hit.snippet.removeprefix("the word in ")).agent_id for hit in whose.results}
     assert agents == {place.agent}
 
@@ -200,22 +204,22 @@ async def test_few_visible_hits_are_found_behind_many_newer_ones_that_are_not(
     async with open_app_fixture(tmp_path, echo) as app:
         await app.store.tx(build)
         await search.catch_up_index(app.store)
-        page = await app.operations.search(Caller.agent("main", MAIN), "word", limit=5)
+        page = await app.operations.search.find(Caller.agent("main", MAIN), "word", limit=5)
         assert shown(page) == ["word of a child", "word of my own"]
         assert [hit.session_key for hit in page.results] == ["agent:helper:subagent:1", "main"]
         assert not page.truncated
-        everything = await app.operations.search(OPERATOR, "word", limit=5)
+        everything = await app.operations.search.find(OPERATOR, "word", limit=5)
         assert shown(everything) == [f"word {n} of another" for n in range(399, 394, -1)]
         assert everything.truncated
         nobody = Caller.agent("main", "agent:main:direct:gone")
-        assert shown(await app.operations.search(nobody, "word")) == []
+        assert shown(await app.operations.search.find(nobody, "word")) == []
 
 
 # --- what is found ---
 
 
 async def _hits(app: AppFixture, query: str, **options: Any) -> list[SearchHit]:
-    return (await app.operations.search(OPERATOR, query, **options)).results
+    return (await app.operations.search.find(OPERATOR, query, **options)).results
 
 
 @pytest.mark.anyio
@@ -224,7 +228,7 @@ async def test_a_hit_says_where_it_is(tmp_path: Path) -> None:
     clock = ManualClock()
     async with open_app_fixture(tmp_path, echo, clock=clock, pace=QUIET) as app:
         await app.ask("where is the needle?")
-        await app.operations.renew(OPERATOR, MAIN)
+        await app.operations.conversations.renew(OPERATOR, MAIN)
         await app.ask("the needle is here")
         clock.advance(days=7)
         new, old = await _hits(app, "needle")
@@ -233,7 +237,7 @@ async def test_a_hit_says_where_it_is(tmp_path: Path) -> None:
         assert (new.score, old.timestamp) == (0.125, clock.now() - 7 * 86_400_000)
         for hit in (new, old):  # by its session id a past conversation is read, and the entry is in it
             (first, *_) = (
-                await app.operations.read_history(OPERATOR, hit.session_id, HistoryFilter(after=0))
+                await app.operations.transcripts.read(OPERATOR, hit.session_id, HistoryFilter(after=0))
             ).messages
             assert (first["id"], first["seq"]) == (hit.message_id, hit.seq)
         assert [hit.role for hit in await _hits(app, "echo")] == ["assistant", "assistant"]
@@ -263,8 +267,8 @@ async def test_what_is_forgotten_is_not_found(tmp_path: Path, base: str) -> None
         assert len(await _hits(app, "secret")) == 2
         assert len(app.rows(index)) == 1
         await app.ask("late secret of gone", "agent:main:direct:gone")  # not indexed when it is removed
-        await app.operations.patch(OPERATOR, "agent:main:direct:here", SessionPatch(archived=True))
-        assert await app.operations.delete(OPERATOR, "agent:main:direct:gone")
+        await app.operations.sessions.patch(OPERATOR, "agent:main:direct:here", SessionPatch(archived=True))
+        assert await app.operations.sessions.delete(OPERATOR, "agent:main:direct:gone")
         assert [hit.snippet for hit in await _hits(app, "secret")] == ["secret of here"]
         assert app.rows(index) == []
         # The key founded anew has nothing of the old words.
@@ -286,18 +290,18 @@ async def test_a_search_indexes_a_little_and_says_when_there_is_more(
                 await note(tx, row["id"], f"word {n}")
 
         await app.store.tx(fill)
-        page = await app.operations.search(OPERATOR, "word", limit=1)
+        page = await app.operations.search.find(OPERATOR, "word", limit=1)
         assert (shown(page), page.indexing) == ([f"word {search.MAX_ENTRIES_INDEXED_BY_SEARCH - 1}"], False)
         await app.store.tx(fill)
         await app.store.tx(note, row["id"], "the last word")
-        page = await app.operations.search(OPERATOR, "last")
+        page = await app.operations.search.find(OPERATOR, "last")
         assert (shown(page), page.indexing) == ([], True)
         await search.catch_up_index(app.store)
-        page = await app.operations.search(OPERATOR, "last")
+        page = await app.operations.search.find(OPERATOR, "last")
         assert (shown(page), page.indexing) == (["the last word"], False)
         await app.store.tx(note, row["id"], "the very last word")
     async with open_operations_readonly(Config(), tmp_path) as operations:  # who only reads cannot index
-        page = await operations.search(OPERATOR, "last")
+        page = await operations.search.find(OPERATOR, "last")
         assert (shown(page), page.indexing) == (["the last word"], True)
 
 
@@ -306,7 +310,7 @@ async def test_what_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(search, "ENTRIES_PER_BLOCK", 2)
     async with open_app_fixture(tmp_path, echo) as app:
         await app.ask("hello")
-        ask = app.operations.search
+        ask = app.operations.search.find
         for query in ("", "  \n"):
             with pytest.raises(InvalidInput) as refused:
                 await ask(OPERATOR, query)
@@ -384,13 +388,13 @@ async def test_each_text_is_masked_once_and_not_in_the_event_loop(tmp_path: Path
     async with open_app_fixture(tmp_path, echo) as app:
         for text in ("the password is hunter2", "a passwordless word", "my password"):
             await app.ask(text)
-        page = await app.operations.search(OPERATOR, "password", mask=mask)
+        page = await app.operations.search.find(OPERATOR, "password", mask=mask)
         assert shown(page) == ["my password", "a passwordless word", "the password is ***"]
         assert sorted(masked) == sorted(set(masked)), (
             "by whole words, then by beginnings, then for the snippet"
         )
         assert threading.get_ident() not in threads
-        assert shown(await app.operations.search(OPERATOR, "hunter2", mask=mask)) == []
+        assert shown(await app.operations.search.find(OPERATOR, "hunter2", mask=mask)) == []
 
 
 @pytest.mark.anyio
@@ -408,5 +412,5 @@ async def test_a_mask_that_takes_long_ends_the_search_in_time(
     async with open_app_fixture(tmp_path, echo) as app:
         for number in range(6):
             await app.ask(f"number {number}")
-        page = await app.operations.search(OPERATOR, "number", mask=mask)
+        page = await app.operations.search.find(OPERATOR, "number", mask=mask)
         assert (shown(page), page.truncated) == (["number 5", "number 4"], True)

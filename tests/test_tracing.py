@@ -27,7 +27,7 @@ from antiphon.tracing import start_span
 from antiphon.config import Config
 from antiphon.app import open_app_operations
 from antiphon.access import Caller
-from antiphon.operations import IncomingMessage
+from antiphon.operations.types import IncomingMessage
 
 seen = InMemorySpanExporter()
 provider = TracerProvider()
@@ -43,8 +43,8 @@ async def main() -> None:
     async with open_app_operations(Config(), Path(sys.argv[1]), tools=lambda operations: [tool]) as operations:
         caller = Caller.operator()
         message = IncomingMessage(session="main", content="call look {}", idempotency_key="r1")
-        await operations.submit(caller, message)
-        await operations.wait(caller, "r1", 20)
+        await operations.messages.submit(caller, message)
+        await operations.runs.wait(caller, "r1", 20)
     with start_span("request", "00-" + "a" * 32 + "-" + "b" * 16 + "-01", method="health"):
         pass
 

@@ -19,7 +19,7 @@ from antiphon.access import Caller
 from antiphon.config import Config, parse
 from antiphon.engine.sessions import session_rows, transcripts
 from antiphon.engine.sessions.resolver import SessionResolver
-from antiphon.engine.sessions.transcripts import Entry
+from antiphon.engine.sessions.transcripts import Entry, HistoryFilter
 from antiphon.errors import InvalidInput, NotFound
 from antiphon.messages import (
     AssistantMessage,
@@ -31,7 +31,7 @@ from antiphon.messages import (
     ToolResult,
     UserMessage,
 )
-from antiphon.operations import HistoryFilter, ListFilter
+from antiphon.operations.types import ConversationView, ListFilter
 from antiphon.state_access import open_operations_readonly, open_store_exclusive
 from antiphon.store import Row, Store, Tx
 from antiphon.transfers import imports, jsonl
@@ -40,7 +40,6 @@ from antiphon.transfers.exports import export_all, export_named
 from antiphon.transfers.import_source import ImportReport, scan_source
 from antiphon.transfers.imports import import_source
 from antiphon.transfers.jsonl import TranscriptReader, format_timestamp, parse_timestamp
-from antiphon.views import ConversationView
 
 NOW = 1_800_000_000_000
 OPERATOR = Caller.operator()
@@ -105,12 +104,12 @@ async def brought(
 async def transcript(state: Path, reference: str = MAIN) -> list[dict[str, Any]]:
     async with open_operations_readonly(Config(), state) as operations:
         wanted = HistoryFilter(limit=1000, include_tools=True, after=0)
-        return (await operations.read_history(OPERATOR, reference, wanted)).messages
+        return (await operations.transcripts.read(OPERATOR, reference, wanted)).messages
 
 
 async def described(state: Path, reference: str, config: Config | None = None) -> dict[str, Any]:
     async with open_operations_readonly(config or Config(), state) as operations:
-        return msgspec.to_builtins(await operations.describe(OPERATOR, reference))
+        return msgspec.to_builtins(await operations.sessions.describe(OPERATOR, reference))
 
 
 def exported_lines(out: Path) -> dict[str, list[str]]:
@@ -308,7 +307,7 @@ async def _go_back_to(tx: Tx, session_id: str, now: int) -> None:
 
 async def conversations(state: Path) -> list[ConversationView]:
     async with open_operations_readonly(Config(), state) as operations:
-        return await operations.list_conversations(OPERATOR, MAIN)
+        return await operations.conversations.list(OPERATOR, MAIN)
 
 
 async def _three_conversations(state: Path) -> list[ConversationView]:
@@ -504,7 +503,7 @@ async def test_where_all_mains_are_one_global_is_its_own_name(
     folder(tmp_path / "old", index, {f"{name}.jsonl": [header(name)] for name in named})
     assert (await brought(tmp_path / "new", tmp_path / "old", config)).beside == 1
     async with open_operations_readonly(config, tmp_path / "new") as operations:
-        assert (await operations.describe(OPERATOR, "main")).session_id == wins
+        assert (await operations.sessions.describe(OPERATOR, "main")).session_id == wins
 
 
 @pytest.mark.anyio
@@ -666,7 +665,7 @@ async def test_a_key_in_use_takes_over_what_it_has_nothing_of(tmp_path: Path) ->
     here = await described(tmp_path / "new", "home")
     assert (here["key"], here["sendPolicy"], here["lastTo"]) == (MAIN, "deny", "+4912")
     async with open_operations_readonly(Config(), tmp_path / "new") as operations:
-        assert (await operations.list(OPERATOR, ListFilter(search="home"))).count == 1
+        assert (await operations.sessions.list(OPERATOR, ListFilter(search="home"))).count == 1
     async with open_store_exclusive(Config(), tmp_path / "new") as store:
         await store.tx(_go_back_to, FIRST, NOW + 30)
     entry = await exported_entry(tmp_path / "new", tmp_path / "out")
@@ -734,7 +733,7 @@ async def test_a_dry_run_says_the_same_and_does_nothing(tmp_path: Path) -> None:
     rehearsed = await brought(tmp_path / "new", tmp_path / "old", dry_run=True)
     assert (rehearsed.dry_run, rehearsed.imported, rehearsed.messages) == (True, 1, 1)
     async with open_operations_readonly(Config(), tmp_path / "new") as operations:
-        assert (await operations.list(OPERATOR, ListFilter())).count == 0
+        assert (await operations.sessions.list(OPERATOR, ListFilter())).count == 0
 
 
 def entries(**sessions: Mapping[str, Any]) -> dict[str, Any]:
@@ -786,7 +785,10 @@ async def test_a_label_is_given_to_one_session_of_an_agent(tmp_path: Path) -> No
     labels = [(await described(tmp_path / "new", f"cron_{name}")).get("label") for name in "xyza"]
     assert labels == ["home", None, "home", "home"]
     async with open_operations_readonly(Config(), tmp_path / "new") as operations:
-        found = [(await operations.list(OPERATOR, ListFilter(search=word))).count for word in ("home", "Y")]
+        found = [
+            (await operations.sessions.list(OPERATOR, ListFilter(search=word))).count
+            for word in ("home", "Y")
+        ]
     assert found == [2, 1]
 
 

@@ -37,8 +37,7 @@ from antiphon.engine.sessions.retention import RetentionPolicy
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import Tool, Toolbox
 from antiphon.errors import NotFound, StoreError
-from antiphon.job_operations import JobOperations
-from antiphon.operations import Operations
+from antiphon.operations.operations import Operations
 from antiphon.runtimes import Runtime
 from antiphon.runtimes.model import ModelRuntime
 from antiphon.runtimes.registry import ConcurrencyLimitedRuntime, RuntimeRegistry
@@ -70,7 +69,6 @@ class App(msgspec.Struct, frozen=True):
     """One process that hosts sessions: its operations, and the parts that a gateway shares."""
 
     operations: Operations
-    schedules: JobOperations
     toolbox: Toolbox
     links: CoordinationBackend
     config: Config
@@ -132,16 +130,6 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 if config.mirrors_transcripts
                 else None
             )
-            operations = create_operations(
-                config,
-                store,
-                home,
-                bus=links.bus,
-                clock=clock,
-                engine=engine.worker,
-                toolbox=toolbox,
-                files=mirror.files if mirror else None,
-            )
             scheduler = Scheduler(
                 context=FiringContext(config, door, frozenset(options.get("channels") or {})),
                 store=store,
@@ -149,7 +137,17 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 clock=clock,
                 engine=engine.worker,
             )
-            schedules = JobOperations(store=store, clock=clock, scheduler=scheduler)
+            operations = create_operations(
+                config,
+                store,
+                home,
+                bus=links.bus,
+                clock=clock,
+                worker=engine.worker,
+                toolbox=toolbox,
+                transcript_files=mirror.files if mirror else None,
+                scheduler=scheduler,
+            )
             more = options.get("tools")
             for tool in [*create_session_tools(operations), *(more(operations) if more else ())]:
                 toolbox.add(tool)
@@ -159,7 +157,6 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
             ):
                 yield App(
                     operations,
-                    schedules,
                     toolbox,
                     links,
                     config,

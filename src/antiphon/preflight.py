@@ -22,7 +22,8 @@ from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.toolbox import Toolbox
 from antiphon.errors import AntiphonError, ProviderError, StoreError, StoreReadOnly
 from antiphon.messages import UserMessage
-from antiphon.operations import Operations
+from antiphon.operations.context import OperationContext
+from antiphon.operations.operations import Operations
 from antiphon.runtimes import Prompt, ToolSpec
 from antiphon.runtimes.model import ModelRuntime, RetryPolicy, open_reader
 from antiphon.runtimes.registry import RuntimeRegistry
@@ -108,14 +109,16 @@ def _replace_secrets(config: Config) -> Config:
 def _build_actors(config: Config) -> SessionIdentityResolver:
     toolbox, door = Toolbox(), SessionResolver(config)
     operations = Operations(
-        config=config,
-        store=_NoStore(),
-        bus=LocalBus(),
-        clock=SystemClock(),
-        door=door,
-        engine=None,
-        state_dir=Path(),
-        toolbox=toolbox,
+        OperationContext(
+            config=config,
+            store=_NoStore(),
+            bus=LocalBus(),
+            clock=SystemClock(),
+            session_resolver=door,
+            worker=None,
+            state_dir=Path(),
+            toolbox=toolbox,
+        )
     )
     for tool in create_session_tools(operations):
         toolbox.add(tool)

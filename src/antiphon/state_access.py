@@ -17,8 +17,10 @@ from antiphon.access import Caller
 from antiphon.bus.local import LocalBus
 from antiphon.clock import Clock
 from antiphon.engine.sessions.resolver import SessionResolver
+from antiphon.engine.toolbox import Toolbox
 from antiphon.errors import Unavailable
-from antiphon.operations import Operations
+from antiphon.operations.context import OperationContext
+from antiphon.operations.operations import Operations
 from antiphon.store.factory import open_store
 from antiphon.store.statedir import StateDir
 from antiphon.store.transcript_files import TranscriptFiles
@@ -26,7 +28,7 @@ from antiphon.store.transcript_files import TranscriptFiles
 if TYPE_CHECKING:
     from antiphon.bus import EventBus
     from antiphon.config import Config
-    from antiphon.engine.toolbox import Toolbox
+    from antiphon.engine.jobs.scheduler import Scheduler
     from antiphon.engine.worker import Worker
     from antiphon.store import Store
 
@@ -68,7 +70,7 @@ async def require_no_live_replicas(config: Config, state_dir: Path) -> None:
     if config.store_url is None:
         return
     async with open_operations_readonly(config, state_dir) as operations:
-        others = [found for found in await operations.list_replicas(Caller.operator()) if found.alive]
+        others = [found for found in await operations.status.list_replicas(Caller.operator()) if found.alive]
     if others:
         address = next((found.address for found in others if found.address), None)
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
@@ -86,24 +88,26 @@ def create_operations(
     *,
     bus: EventBus | None = None,
     clock: Clock | None = None,
-    engine: Worker | None = None,
+    worker: Worker | None = None,
+    scheduler: Scheduler | None = None,
     toolbox: Toolbox | None = None,
-    files: TranscriptFiles | None = None,
+    transcript_files: TranscriptFiles | None = None,
 ) -> Operations:
-    """Builds the operations on this store; without an engine they are read-only.
+    """Build the operations on this store. Without a worker and a scheduler, they start no run.
 
-    Without `files`, rows name the transcript files that exist, if the configuration has them.
+    Without `transcript_files`, rows name the transcript files that exist, if the configuration has them.
     """
-    if files is None and config.mirrors_transcripts:
-        files = TranscriptFiles(home.transcripts)
-    return Operations(
+    if transcript_files is None and config.mirrors_transcripts:
+        transcript_files = TranscriptFiles(home.transcripts)
+    context = OperationContext(
         config=config,
         store=store,
         bus=bus or LocalBus(),
         clock=clock or store.clock,
-        door=SessionResolver(config),
-        engine=engine,
+        session_resolver=SessionResolver(config),
+        worker=worker,
+        toolbox=toolbox or Toolbox(),
         state_dir=home.path,
-        files=files,
-        toolbox=toolbox,
+        transcript_files=transcript_files,
     )
+    return Operations(context, scheduler)

@@ -36,7 +36,8 @@ from antiphon.config import Config
 from antiphon.engine.outbox.delivery_rows import Destination
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
-from antiphon.operations import IncomingMessage, Operations
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import IncomingMessage
 from antiphon.runtimes import ToolSpec
 from chaos.killer import DatabaseLocation, Killer
 from chaos.scenario import NOTE, NOTES, TELL, Planned, places, plan
@@ -90,7 +91,7 @@ def tools(state_dir: Path, operations: Operations) -> list[Tool]:
             idempotency_key=call.key,
             origin="tell",
         )
-        accepted = await operations.submit(OPERATOR, message)
+        accepted = await operations.messages.submit(OPERATOR, message)
         return ToolOutput(text=f"told {accepted.run_id}")
 
     async def note(call: ToolRequest) -> ToolOutput:
@@ -108,10 +109,10 @@ def tools(state_dir: Path, operations: Operations) -> list[Tool]:
 
 async def submit(operations: Operations, planned: list[Planned]) -> None:
     for place in places(planned):
-        await operations.open(OPERATOR, place)
+        await operations.sessions.open(OPERATOR, place)
     for each in planned:
         message = IncomingMessage(session=each.session, content=each.text, idempotency_key=each.key)
-        await operations.submit(OPERATOR, message)
+        await operations.messages.submit(OPERATOR, message)
         say(f"accepted {each.key}")
 
 

@@ -16,8 +16,9 @@ from websockets.asyncio.server import ServerConnection, serve
 from antiphon import errors
 from antiphon.bus import Delta, Event, MessageAppended, RunChanged, SessionChanged
 from antiphon.client import Client, GatewayUnreachable, ReplicaRotation, Site, connection
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.messages import Provenance, TextBlock
-from antiphon.operations import HistoryFilter, IncomingMessage, ListFilter, SendRequest
+from antiphon.operations.types import IncomingMessage, ListFilter, SendRequest
 from cli.gateways import Gateway, token, up
 from cli.terminal import BOUND, Program
 

@@ -16,8 +16,8 @@ from antiphon.cli.chat.controller import PROMPT_LABEL, ChatController
 from antiphon.cli.chat.prompt import ChatPrompt
 from antiphon.cli.chat.renderer import ChatRenderer
 from antiphon.config import Config
-from antiphon.operations import IncomingMessage, Operations
-from antiphon.views import MessageReceipt, RunView
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import IncomingMessage, MessageReceipt, RunView
 from support.app_fixture import BOUND
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("R")]

@@ -20,7 +20,12 @@ pytestmark = pytest.mark.requirement("R")
 MODELS = {"pydantic_ai", "openai", "anthropic", "stamina", "antiphon.runtimes.model"}
 SERVING = {"uvicorn", "starlette", "cryptography", "prometheus_client", "antiphon.app"}
 CONFIGURING = {"pydantic", "pyjson5", "antiphon.config"}
-KEEPING = {"sqlite3", "antiphon.store.sqlite.store", "antiphon.operations", "antiphon.state_access"}
+KEEPING = {
+    "sqlite3",
+    "antiphon.store.sqlite.store",
+    "antiphon.operations.operations",
+    "antiphon.state_access",
+}
 
 
 def imported(program: Program, *arguments: str) -> set[str]:

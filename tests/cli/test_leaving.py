@@ -15,7 +15,7 @@ import pytest
 
 from antiphon import client
 from antiphon.client import Client, GatewayUnreachable, Site
-from antiphon.operations import IncomingMessage
+from antiphon.operations.types import IncomingMessage
 from cli.gateways import Gateway, token, up
 from cli.terminal import BOUND, Program, Terminal
 

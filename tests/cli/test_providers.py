@@ -14,8 +14,7 @@ from test_client import client
 
 from antiphon.client import Client
 from antiphon.engine.runs import context
-from antiphon.operations import IncomingMessage
-from antiphon.views import RunView
+from antiphon.operations.types import IncomingMessage, RunView
 from cli.gateways import up
 from cli.terminal import BOUND, Program
 from support.model_provider import Answer, Failure, Provider, serve_asgi

@@ -35,8 +35,8 @@ from antiphon.engine.supervisor import EngineTimings
 from antiphon.errors import AntiphonError, StoreError, Unavailable
 from antiphon.event_loop import run
 from antiphon.gateway.server import ListeningGateway, serve_gateway
-from antiphon.job_operations import JobSpec
-from antiphon.operations import IncomingMessage, SendRequest, SpawnRequest
+from antiphon.operations.jobs import JobSpec
+from antiphon.operations.types import IncomingMessage, SendRequest, SpawnRequest
 from chaos.worker import append, tools
 from support.planned_exchanges import ATTEMPTS, KEYED, UNKEYED
 
@@ -97,36 +97,36 @@ class RequestHandler:
             say(id=id, told=msgspec.to_builtins(told))
 
     async def do_open(self, session: str) -> None:
-        await self._operations.open(OPERATOR, session)
+        await self._operations.sessions.open(OPERATOR, session)
 
     async def do_submit(self, session: str, text: str, key: str | None = None) -> object:
-        return await self._operations.submit(
+        return await self._operations.messages.submit(
             OPERATOR, IncomingMessage(session=session, content=text, idempotency_key=key)
         )
 
     async def do_send(self, **given: Any) -> object:
-        return await self._operations.send(OPERATOR, SendRequest(**given))
+        return await self._operations.exchanges.send(OPERATOR, SendRequest(**given))
 
     async def do_spawn(self, requester: str, **given: Any) -> object:
-        return await self._operations.spawn(OPERATOR, SpawnRequest(**given), requester=requester)
+        return await self._operations.subagents.spawn(OPERATOR, SpawnRequest(**given), requester=requester)
 
     async def do_wait(self, run: str, seconds: float) -> object:
-        return await self._operations.wait(OPERATOR, run, seconds)
+        return await self._operations.runs.wait(OPERATOR, run, seconds)
 
     async def do_stop(self, session: str) -> object:
-        return await self._operations.stop(OPERATOR, session)
+        return await self._operations.runs.stop(OPERATOR, session)
 
     async def do_delete(self, session: str) -> object:
-        return await self._operations.delete(OPERATOR, session)
+        return await self._operations.sessions.delete(OPERATOR, session)
 
     async def do_replicas(self) -> object:
-        return await self._operations.list_replicas(OPERATOR)
+        return await self._operations.status.list_replicas(OPERATOR)
 
     async def do_job(self, **given: Any) -> object:
-        return (await self._app.schedules.add(OPERATOR, msgspec.convert(given, JobSpec))).id
+        return (await self._app.operations.jobs.add(OPERATOR, msgspec.convert(given, JobSpec))).id
 
     async def do_remove_job(self, job: str) -> object:
-        return await self._app.schedules.remove(OPERATOR, job)
+        return await self._app.operations.jobs.remove(OPERATOR, job)
 
     async def do_changes(self) -> None:
         """Tell of every session that retention touches here."""
@@ -138,7 +138,7 @@ class RequestHandler:
                     say(changes=event.session_key)
 
     async def do_follow(self, id: int, session: str, after: int) -> None:
-        feed = self._operations.follow(OPERATOR, session, after)
+        feed = self._operations.transcripts.follow(OPERATOR, session, after)
         async with aclosing(feed):
             async for event in feed:
                 if isinstance(event, MessageAppended):

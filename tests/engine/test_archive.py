@@ -18,7 +18,7 @@ from antiphon.engine.sessions.retention import RetentionPolicy
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.errors import AntiphonError
 from antiphon.messages import UserMessage
-from antiphon.operations import SendRequest
+from antiphon.operations.types import SendRequest
 from antiphon.runtimes import Prompt
 from antiphon.store import Store
 from support.agents_fixture import (
@@ -42,7 +42,7 @@ YEAR = RetentionPolicy(delete_archived_after_days=365)
 
 
 def store_of(agents: AgentsFixture) -> Store:
-    return agents.operations._store  # pyright: ignore[reportPrivateUsage]
+    return agents.operations.context.store
 
 
 async def spawned(agents: AgentsFixture, **options: Any) -> dict[str, Any]:
@@ -215,7 +215,7 @@ async def test_of_a_child_that_a_person_deletes_not_even_the_result_is_kept(
         other = await spawned(agents, task="another")
         said = await spawned(agents)
         before = dict(task_of(agents, said))
-        assert await agents.operations.delete(caller, said["childSessionKey"])
+        assert await agents.operations.sessions.delete(caller, said["childSessionKey"])
         after = task_of(agents, said)
         words = ("task", "result", "report")
         assert tuple(after[name] for name in words)[: len(kept)] == kept
@@ -242,14 +242,14 @@ def counts(agents: AgentsFixture) -> dict[str, int]:
 async def busy_day(agents: AgentsFixture) -> str:
     """One record of each kind that will be over, and some that will not; the child that stays."""
     await agents.open_sessions(MAIN, HELPER)
-    await agents.operations.send(
+    await agents.operations.exchanges.send(
         OPERATOR, SendRequest(session=HELPER, message="hello", reply_back=0), requester=MAIN
     )
     gone = await spawned(agents, cleanup="delete")
     kept = await spawned(agents)
     assert await sweep(agents) == [gone["childSessionKey"]]
-    await agents.operations.create(OPERATOR, session="agent:main:dashboard:side")
-    await agents.operations.delete(OPERATOR, "agent:main:dashboard:side", key="once")
+    await agents.operations.sessions.create(OPERATOR, session="agent:main:dashboard:side")
+    await agents.operations.sessions.delete(OPERATOR, "agent:main:dashboard:side", key="once")
     return kept["childSessionKey"]
 
 
@@ -297,7 +297,7 @@ async def test_records_that_somebody_still_needs_stay(tmp_path: Path) -> None:
         await agents.open_sessions(MAIN, group)
         said = await agents.use("sessions_spawn", group, task="dig", attachments=[FILE])
         await agents.wait_until_idle()
-        await agents.operations.delete(OPERATOR, said["childSessionKey"])
+        await agents.operations.sessions.delete(OPERATOR, said["childSessionKey"])
         await agents.use("sessions_spawn", task="long")
         await wait_for_event(begun)
         await queue(agents, group, "waiting")
@@ -332,8 +332,8 @@ async def test_a_sweep_takes_a_bounded_number_of_records(
         make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, clock=clock, pace=SLOW
     ) as agents:
         for number in range(3):
-            await agents.operations.create(OPERATOR, session="agent:main:dashboard:side")
-            await agents.operations.delete(OPERATOR, "agent:main:dashboard:side", key=f"{number}")
+            await agents.operations.sessions.create(OPERATOR, session="agent:main:dashboard:side")
+            await agents.operations.sessions.delete(OPERATOR, "agent:main:dashboard:side", key=f"{number}")
             clock.advance(seconds=1)
         clock.advance(days=366)
         await retention.apply_retention(store_of(agents), YEAR, clock.now())

@@ -135,7 +135,7 @@ async def test_who_asks_decides_what_is_shown_of_the_sessions_between(tmp_path: 
     async def last(prompt: Prompt) -> str:
         ids = {row["key"]: row["id"] for row in agents.rows("SELECT key, id FROM sessions")}
         (run,) = agents.rows("SELECT n FROM runs WHERE id = ?", prompt.run_id)
-        store = agents.operations._store  # pyright: ignore[reportPrivateUsage]
+        store = agents.operations.context.store
         own, first = ids[main_of("c")], ids[main_of("a")]
         with pytest.raises(WaitCycle) as caught:
             now = agents.app.clock.now()

@@ -19,7 +19,7 @@ from antiphon.engine.collaboration import framing
 from antiphon.engine.runs import compaction, context
 from antiphon.engine.runs.context import ModelContext
 from antiphon.engine.sessions import transcripts
-from antiphon.engine.sessions.transcripts import Entry
+from antiphon.engine.sessions.transcripts import Entry, HistoryFilter
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import ContextOverflow
 from antiphon.messages import (
@@ -37,7 +37,7 @@ from antiphon.messages import (
     UserMessage,
     encode_message,
 )
-from antiphon.operations import HistoryFilter, SendRequest
+from antiphon.operations.types import SendRequest
 from antiphon.runtimes import Deltas, Prompt
 from antiphon.runtimes.model import Api, ModelSpec, RetryPolicy
 from antiphon.runtimes.pydantic_ai.reader import PydanticReader
@@ -245,11 +245,11 @@ async def test_a_session_that_begins_with_what_was_sent_in_its_name_is_shown_it(
 
     async with open_app_fixture(tmp_path, agent) as app:
         for key in (MAIN, OTHER):
-            await app.operations.open(OPERATOR, key)
+            await app.operations.sessions.open(OPERATOR, key)
         wanted = SendRequest(
             session=OTHER, message="What is new?", reply_back=0, announce="none", timeout_seconds=BOUND
         )
-        await app.operations.send(OPERATOR, wanted, requester=MAIN)
+        await app.operations.exchanges.send(OPERATOR, wanted, requester=MAIN)
         await app.ask("Well?")
     first, second = next(prompt for prompt in prompts if prompt.session_key == MAIN).messages
     assert isinstance(first, UserMessage)
@@ -640,7 +640,9 @@ async def test_an_empty_summary_replaces_nothing(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, runtime) as app:
         for number in range(6):
             await app.ask(f"{number:<4}{'x' * 200}")
-        page = await app.operations.read_history(OPERATOR, MAIN, HistoryFilter(limit=100, include_tools=True))
+        page = await app.operations.transcripts.read(
+            OPERATOR, MAIN, HistoryFilter(limit=100, include_tools=True)
+        )
         blank = [
             entry for entry in page.messages if entry["role"] == "compaction" and not entry["summary"].strip()
         ]

@@ -293,7 +293,7 @@ async def test_a_run_that_waits_for_room_can_be_stopped(
     async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
         run_id = await app.say("go")
         await wait_for_event(tried)
-        await app.operations.stop(OPERATOR, MAIN)
+        await app.operations.runs.stop(OPERATOR, MAIN)
         assert (await app.wait_for_end(run_id)).state == "cancelled"
 
 
@@ -324,7 +324,7 @@ async def test_a_run_that_is_stopped_keeps_the_characters_that_came_in_halves(tm
     async with open_app_fixture(tmp_path, runtime, pace=BRISK) as app:
         run_id = await app.say("go")
         await wait_for_event(runtime.said)
-        await app.operations.stop(OPERATOR, MAIN)
+        await app.operations.runs.stop(OPERATOR, MAIN)
         view = await app.wait_for_end(run_id)
         assert (view.state, view.reply) == ("cancelled", f"so {FACE} far")
 
@@ -346,7 +346,7 @@ async def test_what_is_streamed_is_whole_characters(tmp_path: Path) -> None:
         async with app.bus.listen(session_topic(row["id"])) as events:
             run_id = await app.say("go")
             await wait_for_event(runtime.said)
-            await app.operations.stop(OPERATOR, MAIN)
+            await app.operations.runs.stop(OPERATOR, MAIN)
             deltas = await asyncio.wait_for(streamed(app, events, run_id), BOUND)
         assert "".join(delta.text for delta in deltas) == f"a{FACE}\ufffdb\ufffd"
         assert "".join(delta.thinking for delta in deltas) == f"a{FACE}\ufffdb\ufffd"

@@ -17,7 +17,8 @@ from antiphon.engine.collaboration import permissions
 from antiphon.engine.collaboration.permissions import SubagentPermissions
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
 from antiphon.messages import AssistantMessage
-from antiphon.operations import Operations, SpawnRequest
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import SpawnRequest
 from antiphon.runtimes import Prompt
 from antiphon.state_access import open_store_exclusive
 from antiphon.transfers.import_source import scan_source
@@ -229,7 +230,9 @@ async def test_what_is_granted_later_does_not_widen_a_child_that_is_there(tmp_pa
 async def test_an_operators_child_is_within_its_requesters_envelope_too(tmp_path: Path) -> None:
     config = make_agents_config({"id": "main", "default": True, "tools": {"deny": ["shell"]}}, "helper")
     async with open_agents_fixture(config, tmp_path, tools=tools) as agents:
-        spawned = await agents.operations.spawn(OPERATOR, SpawnRequest(task="say .", agent_id="main"))
+        spawned = await agents.operations.subagents.spawn(
+            OPERATOR, SpawnRequest(task="say .", agent_id="main")
+        )
         await agents.wait_until_idle()
         envelope = envelope_of(agents, spawned.child_session_key)
         assert envelope.tools == ("read", "write") and envelope.depth == 0
@@ -267,7 +270,7 @@ async def test_a_sub_agent_that_nobody_spawned_here_has_what_a_leaf_has(
         await agents.ask("hello", ORPHAN)
         has = {"read", "shell", *also} - {"sessions_spawn"}
         assert {spec.name for spec in main.prompts[0].tools} == has
-        assert set((await agents.operations.describe_actor(OPERATOR, ORPHAN)).actor.tools) == has
+        assert set((await agents.operations.sessions.describe_actor(OPERATOR, ORPHAN)).actor.tools) == has
         assert (await agents.use("agents_list", ORPHAN))["agents"] == []
         assert (await agents.use("sessions_spawn", ORPHAN, task="more"))["reason"] == "depth"
         (row,) = agents.rows("SELECT depth, role FROM sessions WHERE key = ?", ORPHAN)

@@ -14,10 +14,10 @@ import pytest
 from antiphon.bus import Delta, Event, MessageAppended, RunChanged, SessionChanged, ToolPhase, session_topic
 from antiphon.bus.local import LocalBus
 from antiphon.engine.sessions import feeds, transcripts
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import Conflict, NotFound
 from antiphon.messages import AssistantMessage, ToolResult
-from antiphon.operations import HistoryFilter
 from antiphon.runtimes import Prompt
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Query
@@ -75,7 +75,9 @@ async def test_every_entry_once_and_in_order_whatever_is_dropped(
             while len(seen) < last:
                 # Up to some entry, then away, then again from there.
                 upto = min(last, len(seen) + own.randint(1, 30))
-                async with aclosing(app.operations.follow(OPERATOR, MAIN, after=len(seen))) as events:
+                async with aclosing(
+                    app.operations.transcripts.follow(OPERATOR, MAIN, after=len(seen))
+                ) as events:
                     seen += [seq for _, seq in await take(events, upto, own)]
             return seen
 
@@ -104,7 +106,7 @@ async def test_a_hole_shows_in_the_next_number(tmp_path: Path, monkeypatch: pyte
 
     async with open_app_fixture(tmp_path, echo, bus=Leaky()) as app:
         await app.create(MAIN)
-        following = asyncio.create_task(take(app.operations.follow(OPERATOR, MAIN, after=0), 6))
+        following = asyncio.create_task(take(app.operations.transcripts.follow(OPERATOR, MAIN, after=0), 6))
         for words in ("one", "two", "three"):
             await app.ask(words)
         assert [seq for _, seq in await following] == [1, 2, 3, 4, 5, 6]
@@ -123,7 +125,7 @@ async def test_a_lost_hint_costs_time_and_nothing_else(
 
     async with open_app_fixture(tmp_path, echo, bus=Deaf()) as app:
         await app.create(MAIN)
-        following = asyncio.create_task(take(app.operations.follow(OPERATOR, MAIN, after=0), 4))
+        following = asyncio.create_task(take(app.operations.transcripts.follow(OPERATOR, MAIN, after=0), 4))
         for words in ("one", "two"):
             await app.ask(words)
         assert [seq for _, seq in await following] == [1, 2, 3, 4]
@@ -133,12 +135,12 @@ async def test_a_lost_hint_costs_time_and_nothing_else(
 async def test_a_renewed_session_is_followed_into_its_new_transcript(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo) as app:
         await app.ask("one")
-        before = await app.operations.describe(OPERATOR, MAIN)
+        before = await app.operations.sessions.describe(OPERATOR, MAIN)
         seen: list[Event] = []
         ready = asyncio.Event()
 
         async def follow() -> None:
-            async for event in app.operations.follow(OPERATOR, MAIN, after=0):
+            async for event in app.operations.transcripts.follow(OPERATOR, MAIN, after=0):
                 if isinstance(event, MessageAppended | SessionChanged):
                     seen.append(event)
                 if isinstance(event, MessageAppended) and event.seq == 2:
@@ -148,7 +150,7 @@ async def test_a_renewed_session_is_followed_into_its_new_transcript(tmp_path: P
 
         following = asyncio.create_task(follow())
         await asyncio.wait_for(ready.wait(), BOUND)
-        after = await app.operations.renew(OPERATOR, MAIN)
+        after = await app.operations.conversations.renew(OPERATOR, MAIN)
         await app.ask("two")
         await asyncio.wait_for(following, BOUND)
         entries = [(event.session_id, event.seq) for event in seen if isinstance(event, MessageAppended)]
@@ -180,7 +182,7 @@ async def test_who_stops_following_is_not_listened_for(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo) as app:
         await app.ask("one")
         topic = session_topic(app.rows("SELECT id FROM sessions")[0]["id"])
-        async with aclosing(app.operations.follow(OPERATOR, MAIN, after=0)) as events:
+        async with aclosing(app.operations.transcripts.follow(OPERATOR, MAIN, after=0)) as events:
             await anext(events)
             assert app.bus.has_listeners(topic)
         assert not app.bus.has_listeners(topic)
@@ -222,7 +224,7 @@ async def test_live_events_come_in_the_order_of_a_turn(tmp_path: Path) -> None:
         seen: list[str] = []
 
         async def follow() -> None:
-            async for event in app.operations.follow(OPERATOR, MAIN, after=0):
+            async for event in app.operations.transcripts.follow(OPERATOR, MAIN, after=0):
                 seen.extend(in_short(event))
                 if seen[-1:] == ["ok"]:
                     return
@@ -258,7 +260,7 @@ async def test_what_may_not_be_read_may_not_be_followed(tmp_path: Path) -> None:
         await app.ask("secret", "agent:main:direct:a")
         stranger = Caller.agent("main", "agent:main:direct:b")
         with pytest.raises(NotFound):
-            await anext(aiter(app.operations.follow(stranger, "agent:main:direct:a", after=0)))
+            await anext(aiter(app.operations.transcripts.follow(stranger, "agent:main:direct:a", after=0)))
 
 
 # --- reading back ---
@@ -271,7 +273,7 @@ async def pages(app: AppFixture, limit: int, *, backwards: bool, tools: bool) ->
     while True:
         before, after = (at, None) if backwards else (None, at)
         wanted = HistoryFilter(limit=limit, include_tools=tools, before=before, after=after)
-        page = await app.operations.read_history(OPERATOR, MAIN, wanted)
+        page = await app.operations.transcripts.read(OPERATOR, MAIN, wanted)
         found = [*page.messages, *found] if backwards else [*found, *page.messages]
         assert len(page.messages) <= limit
         assert len(page.messages) == 1 or await size(app, page.messages) <= transcripts.MAX_PAGE_BYTES
@@ -347,7 +349,7 @@ async def test_large_entries_are_not_all_fetched_for_a_page_of_few(tmp_path: Pat
     async with open_app_fixture(tmp_path, echo) as app:
         row = await app.create(MAIN)
         for _ in range(3 * transcripts.ROWS_PER_FETCH):
-            await app.operations.inject(OPERATOR, MAIN, "x" * 100_000)
+            await app.operations.transcripts.inject(OPERATOR, MAIN, "x" * 100_000)
         page, rows = await app.store.read(read, row["transcript"])
     assert (page.has_more, rows) == (True, transcripts.ROWS_PER_FETCH)
     seqs = [entry.seq for entry in page.entries]
@@ -365,7 +367,7 @@ async def test_a_feed_gives_every_entry_however_few_fit_a_page(
     async with open_app_fixture(tmp_path, echo) as app:
         for number in range(3):
             await app.ask(f"{number}")
-        async with aclosing(app.operations.follow(OPERATOR, MAIN, after=0)) as events:
+        async with aclosing(app.operations.transcripts.follow(OPERATOR, MAIN, after=0)) as events:
             assert [seq for _, seq in await take(events, 6)] == [1, 2, 3, 4, 5, 6]
 
 
@@ -384,8 +386,8 @@ async def test_renewing_keeps_the_old_conversation_readable(tmp_path: Path) -> N
 
     async with open_app_fixture(tmp_path, agent) as app:
         await app.ask("old")
-        old = await app.operations.describe(OPERATOR, MAIN)
-        new = await app.operations.renew(OPERATOR, MAIN, "reset")
+        old = await app.operations.sessions.describe(OPERATOR, MAIN)
+        new = await app.operations.conversations.renew(OPERATOR, MAIN, "reset")
         assert (new.key, new.session_id == old.session_id) == (old.key, False)
         assert await app.transcript() == []
         assert (await app.ask("fresh")).reply == "1 shown"
@@ -398,7 +400,7 @@ async def test_renewing_keeps_the_old_conversation_readable(tmp_path: Path) -> N
         ]
         assert reasons[0]["ended_at"] is not None
     async with open_app_fixture(tmp_path, agent) as app:
-        assert (await app.operations.describe(OPERATOR, MAIN)).session_id == new.session_id
+        assert (await app.operations.sessions.describe(OPERATOR, MAIN)).session_id == new.session_id
 
 
 class _Between:
@@ -410,10 +412,10 @@ class _Between:
 
     async def read(self, script: Any, /, *args: Any, **kwargs: Any) -> Any:
         found = await self._stage.store.read(script, *args, **kwargs)
-        at = await self._stage.operations.describe(OPERATOR, MAIN)
+        at = await self._stage.operations.sessions.describe(OPERATOR, MAIN)
         if at.session_id == self._session_id:
             self._session_id = ""
-            await self._stage.operations.inject(OPERATOR, MAIN, "between")
+            await self._stage.operations.transcripts.inject(OPERATOR, MAIN, "between")
         return found
 
 
@@ -424,10 +426,10 @@ async def test_nothing_is_skipped_that_was_said_while_a_conversation_came_back(
     monkeypatch.setattr(feeds, "IDLE_REREAD_SECONDS", 3600)
     async with open_app_fixture(tmp_path, echo) as app:
         await app.ask("one")
-        old = (await app.operations.describe(OPERATOR, MAIN)).session_id
-        await app.operations.renew(OPERATOR, MAIN)
+        old = (await app.operations.sessions.describe(OPERATOR, MAIN)).session_id
+        await app.operations.conversations.renew(OPERATOR, MAIN)
         row = app.rows("SELECT * FROM sessions")[0]
-        await app.operations.restore(OPERATOR, old)
+        await app.operations.conversations.restore(OPERATOR, old)
         store: Any = _Between(app, old)
         seen: list[Event] = []
         async with (
@@ -455,7 +457,7 @@ async def test_a_busy_session_is_not_renewed(tmp_path: Path) -> None:
         run_id = await app.say("go")
         await asyncio.wait_for(begun.wait(), BOUND)
         with pytest.raises(Conflict):
-            await app.operations.renew(OPERATOR, MAIN)
+            await app.operations.conversations.renew(OPERATOR, MAIN)
         release.set()
         assert (await app.wait_for_end(run_id)).state == "ok"
 
@@ -463,8 +465,8 @@ async def test_a_busy_session_is_not_renewed(tmp_path: Path) -> None:
 async def test_a_conversation_that_has_ended_is_not_followed(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo) as app:
         await app.ask("one")
-        old = (await app.operations.describe(OPERATOR, MAIN)).session_id
-        await app.operations.renew(OPERATOR, MAIN)
-        async with aclosing(app.operations.follow(OPERATOR, old)) as events:
+        old = (await app.operations.sessions.describe(OPERATOR, MAIN)).session_id
+        await app.operations.conversations.renew(OPERATOR, MAIN)
+        async with aclosing(app.operations.transcripts.follow(OPERATOR, old)) as events:
             with pytest.raises(Conflict, match="by the key"):
                 await anext(events)

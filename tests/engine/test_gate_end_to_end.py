@@ -30,7 +30,7 @@ from antiphon.bus.local import MAX_BUFFERED_EVENTS
 from antiphon.engine.runs import deltas
 from antiphon.gateway.server import serve_gateway
 from antiphon.gateway.tokens import TokenRegistry
-from antiphon.operations import IncomingMessage, SendRequest, SessionPatch, SpawnRequest
+from antiphon.operations.types import IncomingMessage, SendRequest, SessionPatch, SpawnRequest
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import AgentFunction, FunctionRuntime
 from support.agents_fixture import RecordingChannel, get_last_user_text
@@ -237,7 +237,7 @@ async def street(path: Path, agents: Mapping[str, AgentFunction]) -> AsyncGenera
     ) as served:
         app = served.gateway.app
         for key in (MAIN, HELPER, ROOM, OWN):
-            await app.operations.open(OPERATOR, key)
+            await app.operations.sessions.open(OPERATOR, key)
         async with connect(served.url, max_size=None, proxy=None, open_timeout=BOUND) as ws:
             page = Page(ws)
             place = Street(app, path, page, pigeon)
@@ -276,11 +276,11 @@ async def converse(place: Street) -> None:
     operations = place.app.operations
     for sender, target in ((MAIN, HELPER), (OWN, ROOM)):
         caller = Caller.agent("main", sender)
-        await operations.send(
+        await operations.exchanges.send(
             caller, SendRequest(message="go", session=target, timeout_seconds=0, reply_back=2)
         )
-        await operations.spawn(caller, SpawnRequest(task="go"))
-        await operations.spawn(caller, SpawnRequest(task="go once more", announce="parent"))
+        await operations.subagents.spawn(caller, SpawnRequest(task="go"))
+        await operations.subagents.spawn(caller, SpawnRequest(task="go once more", announce="parent"))
     await place.quiet()
 
 
@@ -349,7 +349,7 @@ async def test_what_is_said_between_agents_or_to_the_gate_is_shown_in_no_chat(tm
 @pytest.mark.parametrize("words", NASTY)
 async def test_what_a_person_asked_for_is_shown_as_it_is(tmp_path: Path, words: str) -> None:
     async with street(tmp_path, {"main": streaming({"chat": words})}) as place:
-        asked = await place.app.operations.submit(
+        asked = await place.app.operations.messages.submit(
             OPERATOR, IncomingMessage(session=MAIN, content="chat with me")
         )
         await place.quiet()
@@ -364,7 +364,7 @@ async def test_what_a_person_asked_for_is_shown_as_it_is(tmp_path: Path, words: 
 async def test_what_a_clock_or_a_machine_asked_for_passes_the_gate(tmp_path: Path, origin: str) -> None:
     nasty = f"NO_REPLY {PEER} {SECRET} said"
     async with street(tmp_path, {"main": streaming({"request": nasty})}) as place:
-        await place.app.operations.submit(
+        await place.app.operations.messages.submit(
             OPERATOR, IncomingMessage(session=MAIN, content="go", origin=origin)
         )
         await place.quiet()
@@ -386,8 +386,8 @@ async def test_the_policy_stops_what_goes_out_and_nothing_that_comes_in(tmp_path
         operations = place.app.operations
         for key in (HELPER, ROOM):
             send = SendRequest(message="go", session=key, timeout_seconds=0, reply_back=0)
-            await operations.send(Caller.agent("main", MAIN), send)
-            await operations.patch(OPERATOR, key, SessionPatch(send_policy="deny"))
+            await operations.exchanges.send(Caller.agent("main", MAIN), send)
+            await operations.sessions.patch(OPERATOR, key, SessionPatch(send_policy="deny"))
         waiting.set()
         await place.quiet()
         assert place.delivered == []
@@ -419,6 +419,8 @@ async def test_an_end_that_the_hub_has_missed_passes_the_gate_too(
 
         monkeypatch.setattr(bus, "publish", flooding)
         caller = Caller.agent("main", MAIN)
-        await place.app.operations.send(caller, SendRequest(message="go", session=HELPER, timeout_seconds=0))
+        await place.app.operations.exchanges.send(
+            caller, SendRequest(message="go", session=HELPER, timeout_seconds=0)
+        )
         await place.quiet()
         place.check()

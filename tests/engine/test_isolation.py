@@ -96,12 +96,12 @@ async def test_two_hundred_interleaved_sessions_never_see_each_other(tmp_path: P
         for _ in range(2):
             ids = await asyncio.gather(*(app.say(key, key) for key in keys))
             for key, run_id in zip(keys, ids, strict=True):
-                view = await app.operations.wait(OPERATOR, run_id, BOUND * 3)
+                view = await app.operations.runs.wait(OPERATOR, run_id, BOUND * 3)
                 assert (view.state, view.reply, view.session_key) == ("ok", key, key), view.error
         for key in keys:
             pieces, owners = await listeners[key]
             assert pieces == key * 2
-            assert owners == {(await app.operations.describe(OPERATOR, key)).session_id}
+            assert owners == {(await app.operations.sessions.describe(OPERATOR, key)).session_id}
         said = app.rows(
             "SELECT s.key, s.id, r.session, m.body FROM messages m JOIN sessions s ON s.transcript = m.transcript "
             "JOIN runs r ON r.n = m.run"
@@ -146,15 +146,16 @@ from antiphon.access import Caller
 from antiphon.config import Config
 from antiphon.errors import AntiphonError
 from antiphon.app import open_app_operations
-from antiphon.operations import IncomingMessage
+from antiphon.operations.types import IncomingMessage
 
 async def main():
     try:
         async with open_app_operations(Config(), Path(sys.argv[1])) as operations:
             print("hosting", flush=True)
             for line in sys.stdin:
-                accepted = await operations.submit(Caller.operator(), IncomingMessage(session="main", content=line))
-                view = await operations.wait(Caller.operator(), accepted.run_id, 10)
+                message = IncomingMessage(session="main", content=line)
+                accepted = await operations.messages.submit(Caller.operator(), message)
+                view = await operations.runs.wait(Caller.operator(), accepted.run_id, 10)
                 print(view.reply, flush=True)
     except AntiphonError as error:
         print(error.code, error, flush=True)

@@ -115,7 +115,7 @@ async def test_what_is_done_when_a_run_is_stopped_stays_done(tmp_path: Path) -> 
     ) as app:
         run = await app.say("go")
         await wait_for_event(begun)
-        await app.operations.stop(OPERATOR, MAIN)
+        await app.operations.runs.stop(OPERATOR, MAIN)
         assert (await app.wait_for_end(run)).state == "cancelled"
         results = [entry for entry in await app.transcript() if entry["role"] == "toolResult"]
         assert sorted(entry.get("interrupted", False) for entry in results) == [False, False, True]

@@ -16,7 +16,7 @@ import antiphon
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import InvalidInput
 from antiphon.messages import AssistantMessage
-from antiphon.operations import IncomingMessage
+from antiphon.operations.types import IncomingMessage
 from antiphon.runtimes import Prompt
 from antiphon.store import Tx
 from support.app_fixture import (
@@ -61,11 +61,11 @@ async def play(app: AppFixture, session: str, kind: str, number: int) -> None:
         idempotency_key=run_id,
         timeout_seconds=0.05 if kind == "late" else 60,
     )
-    await app.operations.submit(OPERATOR, words)
-    async with aclosing(app.operations.follow(OPERATOR, session, 0)) as feed:
+    await app.operations.messages.submit(OPERATOR, words)
+    async with aclosing(app.operations.transcripts.follow(OPERATOR, session, 0)) as feed:
         await anext(feed)
     if kind == "stop":
-        await app.operations.stop(OPERATOR, session)
+        await app.operations.runs.stop(OPERATOR, session)
     await app.wait_for_end(run_id)
 
 
@@ -73,7 +73,9 @@ async def play_round(app: AppFixture, number: int) -> None:
     async def turns(session: str) -> None:
         for kind in KINDS:
             await play(app, session, kind, number)
-        await app.operations.renew(OPERATOR, session)  # a conversation that grows is held while it is read
+        await app.operations.conversations.renew(
+            OPERATOR, session
+        )  # a growing conversation is held while read
 
     await asyncio.gather(*map(turns, SESSIONS))
 

@@ -8,7 +8,7 @@ import pytest
 
 from antiphon.app import open_app_operations
 from antiphon.config import Config, parse
-from antiphon.operations import IncomingMessage
+from antiphon.operations.types import IncomingMessage
 from support.app_fixture import BOUND, DATABASE, MAIN, OPERATOR
 from support.databases import dump_database, query_database
 from support.model_provider import Answer, Provider
@@ -45,8 +45,8 @@ async def test_what_is_more_than_a_name_gives_way_to_the_configured_one(
         async with open_app_operations(settings(provider.url), tmp_path) as operations:
             for _ in range(2):
                 asked = IncomingMessage(session=MAIN, content="long " * 1200)
-                accepted = await operations.submit(OPERATOR, asked)
-                assert (await operations.wait(OPERATOR, accepted.run_id, BOUND)).state == "ok"
+                accepted = await operations.messages.submit(OPERATOR, asked)
+                assert (await operations.runs.wait(OPERATOR, accepted.run_id, BOUND)).state == "ok"
     assert len(provider.bodies) == 3, "two answers and a summary"
     calls = query_database(tmp_path / DATABASE, "SELECT model FROM usage")
     assert [row["model"] for row in calls] == [kept] * 3

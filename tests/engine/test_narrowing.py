@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from antiphon.engine.sessions import session_rows, transcripts
-from antiphon.filters import HistoryFilter
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.messages import is_failed_entry, is_tool_entry
 from antiphon.runtimes import Prompt
 from antiphon.store import Tx
@@ -88,7 +88,7 @@ async def walk(
     at: int | None = None if backwards else 0
     while True:
         step = msgspec.structs.replace(wanted, **{"before" if backwards else "after": at})
-        page = await app.operations.read_history(OPERATOR, MAIN, step)
+        page = await app.operations.transcripts.read(OPERATOR, MAIN, step)
         seqs = [item["seq"] for item in page.messages]
         assert len(seqs) <= wanted.limit
         assert page.has_more == (page.next_cursor is not None)
@@ -153,7 +153,7 @@ async def test_a_page_looks_through_so_many_entries_and_says_where_to_go_on(
         session = (await app.create(MAIN))["id"]
         await app.store.tx(add, session, [(0, BODIES[1])] * 25)
         wanted = HistoryFilter(roles=("user",), after=None if backwards else 0)
-        page = await app.operations.read_history(OPERATOR, MAIN, wanted)
+        page = await app.operations.transcripts.read(OPERATOR, MAIN, wanted)
         assert (page.messages, page.has_more, page.total) == ([], True, 25)
         assert page.next_cursor == ("16" if backwards else "10")
 

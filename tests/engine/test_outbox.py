@@ -412,22 +412,22 @@ async def test_a_channel_that_is_not_there_is_said_and_set_up_later_it_can_be_de
             "sessions_send", sessionKey=group, message="say yes\nannounce It is done.", replyBack=0
         )
         await agents.wait_until_idle()
-        page = await agents.operations.list_deliveries(OPERATOR, "dead")
+        page = await agents.operations.deliveries.list(OPERATOR, "dead")
         (dead,) = page.deliveries
         assert "There is no channel 'discord' here." in (dead.error or "")
         assert page.standing == {"dead": 1}
     discord = RecordingChannel()
     async with open_agents_fixture(config, tmp_path, channels={"discord": discord}) as agents:
-        again = await agents.operations.retry_delivery(OPERATOR, dead.key)
+        again = await agents.operations.deliveries.retry(OPERATOR, dead.key)
         assert (again.state, again.attempts, again.error) == ("pending", 0, None)
         await agents.wait_until_idle()
         assert discord.texts == ["It is done."]
         (row,) = agents.rows("SELECT announced FROM exchanges")
         assert row["announced"] == "delivered"
         with pytest.raises(Conflict):
-            await agents.operations.retry_delivery(OPERATOR, dead.key)
+            await agents.operations.deliveries.retry(OPERATOR, dead.key)
         with pytest.raises(NotFound):
-            await agents.operations.retry_delivery(OPERATOR, "no such key")
+            await agents.operations.deliveries.retry(OPERATOR, "no such key")
 
 
 @pytest.mark.requirement("SEC5", "V3")
@@ -439,15 +439,15 @@ async def test_only_operators_see_the_outbox_and_only_admins_send_again(tmp_path
             await agents.wait_until_idle()
         agent = Caller.agent("main", MAIN)
         with pytest.raises(Forbidden):
-            await agents.operations.list_deliveries(agent)
+            await agents.operations.deliveries.list(agent)
         with pytest.raises(Forbidden):
-            await agents.operations.retry_delivery(agent, "x")
+            await agents.operations.deliveries.retry(agent, "x")
         with pytest.raises(Forbidden):
-            await agents.operations.retry_delivery(Caller.operator([READ_SCOPE]), "x")
+            await agents.operations.deliveries.retry(Caller.operator([READ_SCOPE]), "x")
         seen: list[str] = []
         cursor: str | None = None
         while True:
-            page = await agents.operations.list_deliveries(
+            page = await agents.operations.deliveries.list(
                 Caller.operator([READ_SCOPE]), limit=2, cursor=cursor
             )
             seen += [delivery.text.partition("\n\n")[0] for delivery in page.deliveries]
@@ -455,6 +455,6 @@ async def test_only_operators_see_the_outbox_and_only_admins_send_again(tmp_path
                 break
         assert seen == [f"Status: ok\nResult: {number}" for number in (2, 1, 0)]
         with pytest.raises(InvalidInput):
-            await agents.operations.list_deliveries(OPERATOR, "lost")
+            await agents.operations.deliveries.list(OPERATOR, "lost")
         with pytest.raises(InvalidInput):
-            await agents.operations.list_deliveries(OPERATOR, cursor="x")
+            await agents.operations.deliveries.list(OPERATOR, cursor="x")

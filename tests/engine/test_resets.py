@@ -24,9 +24,8 @@ from antiphon.engine.sessions.resets import (
 )
 from antiphon.gateway.http.run_stream import stream_run
 from antiphon.messages import Provenance
-from antiphon.operations import IncomingMessage
+from antiphon.operations.types import IncomingMessage, MessageReceipt, RunView
 from antiphon.runtimes import Prompt
-from antiphon.views import MessageReceipt, RunView
 from support.app_fixture import BOUND, MAIN, OPERATOR, AppFixture, open_app_fixture
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("G25")]
@@ -170,7 +169,7 @@ def test_only_chats_begin_anew(rest: str) -> None:
 
 async def reasons(app: AppFixture, session: str = MAIN) -> list[str]:
     return [
-        conversation.reason for conversation in await app.operations.list_conversations(OPERATOR, session)
+        conversation.reason for conversation in await app.operations.conversations.list(OPERATOR, session)
     ]
 
 
@@ -189,20 +188,24 @@ async def test_a_message_after_the_time_begins_another_conversation(
     async with open_app_fixture(tmp_path, echo, config=configured(**session), clock=clock) as app:
         await app.ask("first")
         await app.ask("second")
-        old = (await app.operations.describe(OPERATOR, MAIN)).session_id
+        old = (await app.operations.sessions.describe(OPERATOR, MAIN)).session_id
         topic = session_topic(app.rows("SELECT id FROM sessions")[0]["id"])
         clock.advance(seconds=pause.total_seconds())
         async with app.bus.listen("sessions") as lists, app.bus.listen(topic) as follower:
-            accepted = await app.operations.submit(OPERATOR, IncomingMessage(session="main", content="third"))
+            accepted = await app.operations.messages.submit(
+                OPERATOR, IncomingMessage(session="main", content="third")
+            )
             assert await lists.get(0) == SessionChanged(session_key=MAIN, reason=reason)
             assert await follower.get(0) == SessionChanged(session_key=MAIN, reason="renewed")
         assert (await app.wait_for_end(accepted.run_id)).state == "ok"
         await app.ask("fourth")
         assert await reasons(app) == [reason, "created"]
-        assert accepted.session_id == (await app.operations.describe(OPERATOR, MAIN)).session_id != old
+        assert (
+            accepted.session_id == (await app.operations.sessions.describe(OPERATOR, MAIN)).session_id != old
+        )
         said = [entry["content"] for entry in await app.transcript() if entry["role"] == "user"]
         assert said == ["third", "fourth"]
-        await app.operations.restore(OPERATOR, old)
+        await app.operations.conversations.restore(OPERATOR, old)
         await app.ask("fifth")
         assert [entry["role"] for entry in await app.transcript()] == ["user", "assistant"] * 3
 
@@ -220,9 +223,9 @@ async def test_only_a_persons_new_words_to_the_key_begin_another_conversation(tm
     clock = ManualClock()
     async with open_app_fixture(tmp_path, echo, config=configured(reset={}), clock=clock) as app:
         await app.ask("first", idempotency_key="known")
-        session_id = (await app.operations.describe(OPERATOR, MAIN)).session_id
+        session_id = (await app.operations.sessions.describe(OPERATOR, MAIN)).session_id
         clock.advance(days=2)
-        again = await app.operations.submit(
+        again = await app.operations.messages.submit(
             OPERATOR, IncomingMessage(session=MAIN, content="first", idempotency_key="known")
         )
         assert (again.new, again.session_id) == (False, session_id)
@@ -230,7 +233,9 @@ async def test_only_a_persons_new_words_to_the_key_begin_another_conversation(tm
         clock.advance(days=2)
         await app.ask("to this very conversation", session_id)
         clock.advance(days=2)
-        steered, _ = await app.operations.steer(OPERATOR, IncomingMessage(session=MAIN, content="steered"))
+        steered, _ = await app.operations.messages.steer(
+            OPERATOR, IncomingMessage(session=MAIN, content="steered")
+        )
         await app.wait_for_end(steered.run_id)
         assert await reasons(app) == ["created"]
 

@@ -16,7 +16,7 @@ from antiphon.engine.sessions.retention import RetentionPolicy
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.errors import NotFound
 from antiphon.messages import UserMessage
-from antiphon.operations import ListFilter
+from antiphon.operations.types import ListFilter
 from antiphon.runtimes import Prompt
 from support.app_fixture import MAIN, OPERATOR, open_app_fixture
 
@@ -45,7 +45,7 @@ async def test_archiving_hides_and_keeps(tmp_path: Path) -> None:
         assert await retention.apply_retention(app.store, KEEP, clock.now()) == []
 
         async def listed(archived: bool) -> set[str]:
-            page = await app.operations.list(OPERATOR, ListFilter(include_archived=archived))
+            page = await app.operations.sessions.list(OPERATOR, ListFilter(include_archived=archived))
             return {row.key for row in page.sessions}
 
         assert await listed(archived=False) == {"agent:main:direct:young"}
@@ -63,8 +63,8 @@ async def test_deleting_takes_the_words_and_leaves_the_ledger(tmp_path: Path) ->
         await app.create(MAIN)
         await app.create("agent:main:direct:gone", MAIN)
         run_id = (await app.ask("a secret", "agent:main:direct:gone")).run_id
-        first = await app.operations.describe(OPERATOR, "agent:main:direct:gone")
-        await app.operations.renew(OPERATOR, "agent:main:direct:gone")
+        first = await app.operations.sessions.describe(OPERATOR, "agent:main:direct:gone")
+        await app.operations.conversations.renew(OPERATOR, "agent:main:direct:gone")
         await app.ask("another secret", "agent:main:direct:gone")
         clock.advance(days=31)
         await app.ask("alive")
@@ -81,9 +81,9 @@ async def test_deleting_takes_the_words_and_leaves_the_ledger(tmp_path: Path) ->
         assert gone == ["agent:main:direct:gone"]
         for reference in ("agent:main:direct:gone", first.session_id):
             with pytest.raises(NotFound):
-                await app.operations.describe(OPERATOR, reference)
+                await app.operations.sessions.describe(OPERATOR, reference)
         with pytest.raises(NotFound):
-            await app.operations.get_run(OPERATOR, run_id)
+            await app.operations.runs.get(OPERATOR, run_id)
         for table in ("messages", "runs", "transcripts", "session_names"):
             assert "secret" not in str(app.rows(f"SELECT * FROM {table}"))  # noqa: S608
             assert "gone" not in str(app.rows(f"SELECT * FROM {table}"))  # noqa: S608

@@ -30,14 +30,13 @@ from antiphon.errors import (
 )
 from antiphon.lanes import local
 from antiphon.messages import AssistantMessage, CompactionEntry, ToolCall, ToolResult, UserMessage
-from antiphon.operations import IncomingMessage
+from antiphon.operations.types import IncomingMessage, RunView
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
 from antiphon.runtimes.model import ModelRuntime, ModelSpec, RetryPolicy
 from antiphon.runtimes.rehearsal import RehearsalRuntime
 from antiphon.store import Tx
 from antiphon.store.queries import Query
-from antiphon.views import RunView
 from support.app_fixture import (
     BOUND,
     DATABASE,
@@ -167,7 +166,7 @@ async def test_sessions_do_not_wait_for_each_other(tmp_path: Path) -> None:
         slow = await app.say("wait", "agent:main:direct:a")
         await wait_for_event(agent.begun)
         assert (await app.ask("go", "agent:main:direct:b")).reply == "at once"
-        assert (await app.operations.get_run(OPERATOR, slow)).state == "running"
+        assert (await app.operations.runs.get(OPERATOR, slow)).state == "running"
         agent.released.set()
         assert (await app.wait_for_end(slow)).reply == "heard wait"
 
@@ -189,7 +188,7 @@ async def test_the_same_key_is_the_same_run(tmp_path: Path) -> None:
         ids = await asyncio.gather(*(app.say("hello", idempotency_key="k") for _ in range(20)))
         assert set(ids) == {"k"}
         await app.wait_for_end("k")
-        again = await app.operations.submit(
+        again = await app.operations.messages.submit(
             OPERATOR, IncomingMessage(session=MAIN, content="hello", idempotency_key="k")
         )
         assert again.state == "ok"
@@ -268,7 +267,7 @@ async def test_a_zombie_changes_nothing(
                 await asyncio.sleep(0)
                 await early.store.tx(_ask, Query("test.nothing", "SELECT 1"))
             assert early.rows("SELECT owner, epoch FROM runs WHERE id = ?", run_id) == held
-            assert (await early.operations.get_run(OPERATOR, "second")).state == "queued"
+            assert (await early.operations.runs.get(OPERATOR, "second")).state == "queued"
         clock.advance(seconds=2 * SLOW.lease)
         async with open_app_fixture(tmp_path, echo, clock=clock, store=store, alone=False, pace=SLOW) as heir:
             assert (await heir.wait_for_end(run_id)).reply == "heard hello"
@@ -305,7 +304,7 @@ async def test_a_deadline_outlives_the_process(tmp_path: Path) -> None:
         await wait_for_event(agent.begun)
     clock.advance(seconds=59)
     async with open_app_fixture(tmp_path, agent, clock=clock, pace=SLOW) as app:
-        assert (await app.operations.get_run(OPERATOR, "long")).state == "running"
+        assert (await app.operations.runs.get(OPERATOR, "long")).state == "running"
     clock.advance(seconds=2)
     agent.order.clear()
     agent.released.set()
@@ -400,14 +399,14 @@ async def test_stopping_a_stream_takes_less_than_50_ms(tmp_path: Path, base: str
             run_id = await app.say("go")
             await wait_for_event(begun)
             start = loop.time()
-            stopped = await app.operations.stop(OPERATOR, MAIN)
+            stopped = await app.operations.runs.stop(OPERATOR, MAIN)
             view = await app.wait_for_end(run_id)
             took.append(loop.time() - start)
             assert stopped.run_ids == [run_id]
             assert (view.state, view.reply) == ("cancelled", "partial")
         # The best of five: the machine may be busy, the engine may not. Another process has its own time.
         assert min(took) < (0.05 if base == "sqlite" else 0.5), took
-        assert (await app.operations.describe(OPERATOR, MAIN)).aborted_last_run
+        assert (await app.operations.sessions.describe(OPERATOR, MAIN)).aborted_last_run
 
 
 @pytest.mark.requirement("G16", "G26")
@@ -425,7 +424,7 @@ async def test_a_call_that_is_stopped_is_reported_as_interrupted(tmp_path: Path)
     async with open_app_fixture(tmp_path, agent, tools=[make_tool("wait", wait)], pace=SLOW) as app:
         run_id = await app.say("go")
         await wait_for_event(begun)
-        await app.operations.stop(OPERATOR, MAIN)
+        await app.operations.runs.stop(OPERATOR, MAIN)
         assert (await app.wait_for_end(run_id)).state == "cancelled"
         entries = await app.transcript()
         assert [e["role"] for e in entries] == ["user", "assistant", "toolResult", "toolResult", "assistant"]
@@ -439,8 +438,8 @@ async def test_a_queued_run_is_stopped_at_once_and_alone(tmp_path: Path) -> None
         for key in ("one", "two", "three"):
             await app.say(key, idempotency_key=key)
         await wait_for_event(agent.begun)
-        assert (await app.operations.stop(OPERATOR, MAIN, "two")).run_ids == ["two"]
-        view = await app.operations.get_run(OPERATOR, "two")
+        assert (await app.operations.runs.stop(OPERATOR, MAIN, "two")).run_ids == ["two"]
+        view = await app.operations.runs.get(OPERATOR, "two")
         assert (view.state, view.started_at) == ("cancelled", None)
         agent.released.set()
         assert (await app.wait_for_end("three")).state == "ok"
@@ -464,12 +463,12 @@ async def test_stopping_reaches_everything_below_and_nothing_beside(tmp_path: Pa
             return len(agent.order) == 4
 
         await wait_until(all_running)
-        stopped = await app.operations.stop(OPERATOR, child)
+        stopped = await app.operations.runs.stop(OPERATOR, child)
         assert set(stopped.run_ids) == {ids[child], ids[grandchild], queued}
         for run_id in (ids[child], ids[grandchild], queued):
             assert (await app.wait_for_end(run_id)).state == "cancelled"
         for key in (MAIN, sibling):
-            assert (await app.operations.get_run(OPERATOR, ids[key])).state == "running"
+            assert (await app.operations.runs.get(OPERATOR, ids[key])).state == "running"
         agent.released.set()
         for key in (MAIN, sibling):
             assert (await app.wait_for_end(ids[key])).state == "ok"
@@ -515,7 +514,7 @@ async def test_what_ignores_being_stopped_is_left_behind(tmp_path: Path, outcome
             run_id = await app.say("go", timeout_seconds=1 if outcome == "timeout" else 60)
             await wait_for_event(stubborn.begun)
             if outcome == "cancelled":
-                await app.operations.stop(OPERATOR, MAIN)
+                await app.operations.runs.stop(OPERATOR, MAIN)
             assert (await app.wait_for_end(run_id)).state == outcome
             entries = await app.transcript()
             calling = ["assistant", "toolResult"] if where == "tool" else []
@@ -618,7 +617,7 @@ async def test_a_run_that_never_gets_on_is_put_aside(tmp_path: Path) -> None:
     assert tries == EngineTimings().max_attempts
     agent.released.set()
     async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
-        view = await app.operations.get_run(OPERATOR, "poison")
+        view = await app.operations.runs.get(OPERATOR, "poison")
         assert (view.state, view.error_code) == ("interrupted", "quarantined")
         assert view.error and "Send the message again" in view.error
         assert (await app.wait_for_end("after")).state == "ok"
@@ -757,7 +756,7 @@ async def test_a_lane_holds_so_many_and_no_more(tmp_path: Path) -> None:
             await app.say("three", idempotency_key="three")
         assert await app.say("two", idempotency_key="two") == "two"  # not a new message
         assert dump_database(app.path, besides=["owners"]) == before
-        assert (await app.operations.get_run(OPERATOR, "two")).position == 2
+        assert (await app.operations.runs.get(OPERATOR, "two")).position == 2
         agent.released.set()
         await app.wait_for_end("two")
         assert (await app.ask("three", idempotency_key="three")).state == "ok"
@@ -808,19 +807,19 @@ async def test_a_wait_can_be_dropped_repeated_and_made_from_elsewhere(tmp_path: 
     async with open_app_fixture(tmp_path, agent) as app:
         run_id = await app.say("go")
         await wait_for_event(agent.begun)
-        dropped = asyncio.create_task(app.operations.wait(OPERATOR, run_id, BOUND))
+        dropped = asyncio.create_task(app.operations.runs.wait(OPERATOR, run_id, BOUND))
         await asyncio.sleep(0)
         dropped.cancel()
-        early = await app.operations.wait(OPERATOR, run_id, 0.01)
+        early = await app.operations.runs.wait(OPERATOR, run_id, 0.01)
         assert (early.state, early.has_ended) == ("running", False)
-        waiting = asyncio.create_task(app.operations.wait(OPERATOR, run_id, BOUND))
+        waiting = asyncio.create_task(app.operations.runs.wait(OPERATOR, run_id, BOUND))
         agent.released.set()
         assert (await waiting).reply == "heard go"
-        assert (await app.operations.wait(OPERATOR, run_id, 0)).reply == "heard go"
+        assert (await app.operations.runs.wait(OPERATOR, run_id, 0)).reply == "heard go"
         with pytest.raises(asyncio.CancelledError):
             await dropped
     async with open_app_fixture(tmp_path, agent) as later:
-        assert (await later.operations.wait(OPERATOR, run_id, 0)).reply == "heard go"
+        assert (await later.operations.runs.wait(OPERATOR, run_id, 0)).reply == "heard go"
 
 
 @pytest.mark.requirement("S4")
@@ -833,7 +832,7 @@ async def test_a_wait_beside_the_engine_sees_the_end_without_its_events(tmp_path
     ):
         run_id = await app.say("go")
         await wait_for_event(agent.begun)
-        waiting = asyncio.create_task(other.operations.wait(OPERATOR, run_id, BOUND))
+        waiting = asyncio.create_task(other.operations.runs.wait(OPERATOR, run_id, BOUND))
         await asyncio.sleep(0)
         agent.released.set()
         assert (await waiting).reply == "heard go"
@@ -847,7 +846,7 @@ async def test_a_run_one_may_not_read_is_not_found(tmp_path: Path) -> None:
         errors: list[str] = []
         for asked in (run_id, "nothing"):
             with pytest.raises(NotFound) as refused:
-                await app.operations.wait(stranger, asked, 0)
+                await app.operations.runs.wait(stranger, asked, 0)
             errors.append(str(refused.value).replace(asked, "…"))
         assert errors[0] == errors[1]
 
@@ -858,11 +857,11 @@ async def test_waiting_for_another_session_holds_no_slot(tmp_path: Path) -> None
     stages: list[asyncio.Future[str]] = [asyncio.get_running_loop().create_future()]
 
     async def relay(call: ToolRequest) -> ToolOutput:
-        accepted = await app.operations.submit(
+        accepted = await app.operations.messages.submit(
             OPERATOR,
             IncomingMessage(session="agent:main:direct:other", content="inner", idempotency_key=call.key),
         )
-        view = await app.operations.wait(OPERATOR, accepted.run_id, BOUND)
+        view = await app.operations.runs.wait(OPERATOR, accepted.run_id, BOUND)
         stages[0].set_result(view.reply or "")
         return ToolOutput(text=view.reply or "nothing")
 
@@ -1056,7 +1055,7 @@ async def test_a_run_that_is_stopped_late_or_somebody_elses_fault_is_not_in_the_
         begun.clear()
         run_id = await app.say("stop")
         await wait_for_event(begun)
-        await app.operations.stop(OPERATOR, MAIN)
+        await app.operations.runs.stop(OPERATOR, MAIN)
         assert (await app.wait_for_end(run_id)).state == "cancelled"
     assert told(caplog) == []
 
@@ -1066,8 +1065,8 @@ async def test_no_edge_leads_out_of_the_end(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo, pace=SLOW) as app:
         run_id = (await app.ask("go")).run_id
         before = dump_database(app.path)
-        assert (await app.operations.stop(OPERATOR, MAIN)).run_ids == []
-        assert (await app.operations.stop(OPERATOR, MAIN, run_id)).run_ids == []
+        assert (await app.operations.runs.stop(OPERATOR, MAIN)).run_ids == []
+        assert (await app.operations.runs.stop(OPERATOR, MAIN, run_id)).run_ids == []
         assert dump_database(app.path) == before
 
 

@@ -175,8 +175,8 @@ async def test_who_searched_is_told_that_the_time_was_up(
     async with open_app_fixture(tmp_path, echo) as app:
         await app.ask("even oddly")
         await app.ask("odd")
-        page = await app.operations.search(OPERATOR, "even odd")
+        page = await app.operations.search.find(OPERATOR, "even odd")
         assert ([hit.snippet for hit in page.results], page.truncated) == (["even oddly"], False)
         monkeypatch.setattr(search, "SEARCH_BUDGET_SECONDS", -1)
-        page = await app.operations.search(OPERATOR, "even odd")
+        page = await app.operations.search.find(OPERATOR, "even odd")
         assert (page.results, page.truncated) == ([], True)

@@ -11,8 +11,7 @@ from antiphon.app import open_app_operations
 from antiphon.clock import SystemClock
 from antiphon.config import Config
 from antiphon.engine.supervisor import EngineTimings
-from antiphon.operations import IncomingMessage
-from antiphon.operations.system_status import SystemStatus
+from antiphon.operations.types import IncomingMessage, SystemStatus
 from antiphon.paths import DATABASE_FILE_NAME
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
@@ -28,7 +27,7 @@ async def test_only_who_renews_its_lease_is_there(tmp_path: Path) -> None:
         insert = "INSERT INTO owners (id, lease_until) VALUES (?, ?)"
         query_database(tmp_path / DATABASE_FILE_NAME, insert, "silent", now - 60_000)
         query_database(tmp_path / DATABASE_FILE_NAME, insert, "other", now + 60_000)
-        standing = await operations.get_system_status(OPERATOR)
+        standing = await operations.status.get(OPERATOR)
     assert standing == SystemStatus(
         queued=0, running=0, idle_seconds=0, abandoned=0, replicas=2, pending=0, ambiguous=0, dead=0
     )
@@ -45,9 +44,9 @@ async def test_what_a_silent_replica_left_is_counted_as_abandoned(tmp_path: Path
     functions = {"main": FunctionRuntime(never, history=False)}
     patient = EngineTimings(lease=600, sweep=600)  # nobody mends it while the test looks
     async with open_app_operations(Config(), tmp_path, functions=functions, pace=patient) as operations:
-        await operations.submit(OPERATOR, IncomingMessage(session=MAIN, content="go"))
+        await operations.messages.submit(OPERATOR, IncomingMessage(session=MAIN, content="go"))
         await wait_for_event(started)
-        assert (await operations.get_system_status(OPERATOR)).abandoned == 0
+        assert (await operations.status.get(OPERATOR)).abandoned == 0
         query_database(tmp_path / DATABASE_FILE_NAME, "UPDATE owners SET lease_until = 1")
-        standing = await operations.get_system_status(OPERATOR)
+        standing = await operations.status.get(OPERATOR)
         assert (standing.running, standing.abandoned, standing.replicas) == (1, 1, 0)

@@ -73,7 +73,7 @@ async def test_what_somebody_plays_in_a_shared_store_is_not_taken_for_abandoned(
         later = now + 86_400_000  # when the lease would be over
         stopped = await app.store.tx(endings.end_abandoned_run, row["session"], later, shared=True)
         assert [ended.run.run_id for ended in stopped.ended_runs] == [run_id]
-        assert (await app.operations.get_run(OPERATOR, run_id)).state == "cancelled"
+        assert (await app.operations.runs.get(OPERATOR, run_id)).state == "cancelled"
 
 
 @pytest.mark.requirement("G16")
@@ -84,15 +84,15 @@ async def test_stopping_one_run_stops_that_one(tmp_path: Path) -> None:
         await app.create(CHILD, MAIN)
         child = await app.say("below", CHILD)
         await wait_for_event(agent.started(CHILD))
-        assert (await app.operations.stop(OPERATOR, MAIN, "no-such-run")).run_ids == []
-        assert (await app.operations.stop(OPERATOR, MAIN, second)).run_ids == [second]
-        states = {run: (await app.operations.get_run(OPERATOR, run)).state for run in (first, second, child)}
+        assert (await app.operations.runs.stop(OPERATOR, MAIN, "no-such-run")).run_ids == []
+        assert (await app.operations.runs.stop(OPERATOR, MAIN, second)).run_ids == [second]
+        states = {run: (await app.operations.runs.get(OPERATOR, run)).state for run in (first, second, child)}
         assert states == {first: "running", second: "cancelled", child: "running"}
         third = await app.say("three")
-        stopped = await app.operations.stop(OPERATOR, MAIN, first)
+        stopped = await app.operations.runs.stop(OPERATOR, MAIN, first)
         assert sorted(stopped.run_ids) == sorted([first, child])
         assert (await app.wait_for_end(child)).state == "cancelled"
-        assert (await app.operations.get_run(OPERATOR, third)).state in {"queued", "running"}
+        assert (await app.operations.runs.get(OPERATOR, third)).state in {"queued", "running"}
 
 
 @pytest.mark.requirement("G16")
@@ -108,7 +108,7 @@ async def test_a_stop_is_obeyed_though_its_hint_was_lost(tmp_path: Path) -> None
     ) as app:
         run_id = await app.say("one")
         await wait_for_event(agent.started(MAIN))
-        await app.operations.stop(OPERATOR, MAIN)
+        await app.operations.runs.stop(OPERATOR, MAIN)
         assert (await app.wait_for_end(run_id)).state == "cancelled"
         assert agent.cancelled == 1
 
@@ -232,7 +232,7 @@ async def test_a_damaged_entry_keeps_no_run_from_ending(tmp_path: Path) -> None:
 
         await wait_until(stored)
         query_database(app.path, "UPDATE messages SET body = '{torn' WHERE role = 'toolResult'")
-        await app.operations.stop(OPERATOR, MAIN)
+        await app.operations.runs.stop(OPERATOR, MAIN)
         assert (await app.wait_for_end(run_id)).state == "cancelled"
 
 
@@ -245,7 +245,7 @@ async def test_many_expired_runs_brick_no_lane(tmp_path: Path, monkeypatch: pyte
         await wait_for_event(agent.started(MAIN))
         late = [await app.say(f"late {number}") for number in range(8)]
         query_database(app.path, "UPDATE runs SET created_at = 1 WHERE state = 'queued'")
-        await app.operations.stop(OPERATOR, MAIN, first)
+        await app.operations.runs.stop(OPERATOR, MAIN, first)
         assert (await app.wait_for_end(first)).state == "cancelled"
     async with open_app_fixture(tmp_path, agent, pace=QUICK) as app:
         assert {(await app.wait_for_end(run_id)).state for run_id in late} == {"timeout"}
@@ -277,7 +277,7 @@ async def test_a_stop_during_a_commit_stores_nothing_twice(tmp_path: Path) -> No
     async with open_app_fixture(tmp_path, Agent(), tools=[make_tool("look", look)]) as app:
         run_id = await app.say("go")
         await wait_for_event(deciding)
-        await app.operations.stop(OPERATOR, MAIN)
+        await app.operations.runs.stop(OPERATOR, MAIN)
         assert (await app.wait_for_end(run_id)).state == "cancelled"
         said = [str(entry) for entry in await app.transcript() if "Let me look." in str(entry)]
         assert len(said) == 1

@@ -8,7 +8,7 @@ import pytest
 
 from antiphon.app import open_app_operations
 from antiphon.config import Config, parse
-from antiphon.operations import IncomingMessage, SessionPatch
+from antiphon.operations.types import IncomingMessage, SessionPatch
 from support.app_fixture import BOUND, MAIN, OPERATOR
 from support.model_provider import Provider
 
@@ -43,10 +43,10 @@ async def test_the_nearest_level_is_what_the_provider_is_asked_for(
         Provider().running() as provider,
         open_app_operations(settings(provider.url), tmp_path) as operations,
     ):
-        await operations.create(OPERATOR, session=session)
-        await operations.patch(OPERATOR, session, SessionPatch(thinking_level=own))
-        accepted = await operations.submit(
+        await operations.sessions.create(OPERATOR, session=session)
+        await operations.sessions.patch(OPERATOR, session, SessionPatch(thinking_level=own))
+        accepted = await operations.messages.submit(
             OPERATOR, IncomingMessage(session=session, content="hi", thinking=said)
         )
-        assert (await operations.wait(OPERATOR, accepted.run_id, BOUND)).state == "ok"
+        assert (await operations.runs.wait(OPERATOR, accepted.run_id, BOUND)).state == "ok"
     assert [body.get("reasoning_effort") for body in provider.bodies] == [sent]

@@ -14,8 +14,8 @@ from antiphon.engine.sessions.retention import RetentionPolicy
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.messages import AssistantMessage, Cost, TokenUsage, ToolResult
+from antiphon.operations.types import UsageLine
 from antiphon.runtimes import Prompt
-from antiphon.views import UsageLine
 from support.app_fixture import MAIN, OPERATOR, make_answer, make_tool, make_tool_calls, open_app_fixture
 
 CHILD, GRANDCHILD, STRANGER = (f"agent:main:direct:{name}" for name in ("child", "grandchild", "stranger"))
@@ -88,16 +88,16 @@ async def test_the_ledger_adds_up_by_run_session_and_tree(tmp_path: Path) -> Non
             assert (view.usage.input, view.usage.output) == sums(mine)[1:3]
             assert view.usage.cost == pytest.approx(0.75)
             # The same from the row as from the event that told of the end.
-            assert (await app.operations.get_run(OPERATOR, view.run_id)).usage == view.usage
+            assert (await app.operations.runs.get(OPERATOR, view.run_id)).usage == view.usage
         for key, usages in spender.spent.items():
-            assert totals(await app.operations.get_usage(OPERATOR, key)) == sums(usages)
-            row = await app.operations.describe(OPERATOR, key)
+            assert totals(await app.operations.transcripts.get_usage(OPERATOR, key)) == sums(usages)
+            row = await app.operations.sessions.describe(OPERATOR, key)
             # What was used in all, and what the last call looked at, are different numbers.
             assert row.total_tokens == sum(usage.total_tokens for usage in usages)
             last = usages[-1]
             assert row.used_tokens == last.input + last.cache_read + last.cache_write + last.output
         tree = [usage for key in (MAIN, CHILD, GRANDCHILD) for usage in spender.spent[key]]
-        lines = await app.operations.get_usage(OPERATOR, MAIN, tree=True)
+        lines = await app.operations.transcripts.get_usage(OPERATOR, MAIN, tree=True)
         assert totals(lines) == sums(tree)
         assert {line.model for line in lines} == {"m0", "m1"}
         assert sum(line.cost or 0 for line in lines) == pytest.approx(0.375 * len(tree))
@@ -110,7 +110,7 @@ async def test_an_unknown_price_makes_the_sum_unknown_not_smaller(tmp_path: Path
     async with open_app_fixture(tmp_path, spender, tools=[make_tool("work", work)]) as app:
         view = await app.ask("go")
         assert view.usage is not None and view.usage.cost is None
-        lines = {line.model: line.cost for line in await app.operations.get_usage(OPERATOR, MAIN)}
+        lines = {line.model: line.cost for line in await app.operations.transcripts.get_usage(OPERATOR, MAIN)}
         assert sorted(lines.values(), key=str) == [0.25, None]
         assert app.rows("SELECT count(*) n FROM usage WHERE cost = 0") == [{"n": 0}]
 
@@ -135,7 +135,7 @@ async def test_the_ledger_outlives_its_session(tmp_path: Path) -> None:
         await app.create(MAIN)
         await app.create(CHILD, MAIN)
         await app.ask("go", CHILD)
-        await app.operations.renew(OPERATOR, CHILD)
+        await app.operations.conversations.renew(OPERATOR, CHILD)
         await app.ask("go", CHILD)
         before = app.rows("SELECT * FROM usage")
         assert len(before) == 4
@@ -146,7 +146,7 @@ async def test_the_ledger_outlives_its_session(tmp_path: Path) -> None:
             await retention.apply_retention(app.store, keep, clock.now())
         assert app.rows("SELECT 1 FROM sessions WHERE key = ?", CHILD) == []
         assert app.rows("SELECT * FROM usage WHERE session_key = ? ORDER BY id", CHILD) == before
-        tree = await app.operations.get_usage(OPERATOR, MAIN, tree=True)
+        tree = await app.operations.transcripts.get_usage(OPERATOR, MAIN, tree=True)
         assert totals(tree) == sums([usage for usages in spender.spent.values() for usage in usages])
 
 
@@ -163,7 +163,7 @@ def test_the_sum_of_the_ledger_is_the_sum_of_the_calls(
         async with open_app_fixture(path, spender, tools=[make_tool("work", work)]) as app:
             for _ in range(turns):
                 await app.ask("go")
-            lines = await app.operations.get_usage(OPERATOR, MAIN)
+            lines = await app.operations.transcripts.get_usage(OPERATOR, MAIN)
             assert totals(lines) == sums(spender.spent[MAIN])
             for line in lines:
                 mine = [u for at, u in enumerate(spender.spent[MAIN], 1) if f"m{at % 2}" == line.model]

@@ -11,13 +11,15 @@ import httpx2
 import pytest
 from starlette.routing import Route
 
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import AntiphonError
 from antiphon.gateway.http import openapi
 from antiphon.gateway.http.routes import HttpRoutes
 from antiphon.gateway.methods import METHODS_BY_NAME
-from antiphon.job_operations import JobSpec, parse_job_input
-from antiphon.operations import HistoryFilter, ListFilter, Operations, SpawnRequest
+from antiphon.operations.jobs import JobSpec, parse_job_input
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import ListFilter, SpawnRequest
 from support.app_fixture import BOUND, MAIN, OPERATOR, make_tool, wait_until
 from support.databases import dump_database, query_database
 from support.gateway_http import ALL_ENDPOINTS, HOOK_TOKEN
@@ -180,8 +182,8 @@ async def test_every_route_is_in_the_table(gateway: GatewayFixture) -> None:
 async def _peek(operations: Operations, call: ToolRequest) -> ToolOutput:
     """Reads a session and lists sessions as the session that calls."""
     try:
-        page = await operations.read_history(call.caller, call.arguments["key"], HistoryFilter())
-        listed = await operations.list(call.caller, ListFilter())
+        page = await operations.transcripts.read(call.caller, call.arguments["key"], HistoryFilter())
+        listed = await operations.sessions.list(call.caller, ListFilter())
     except AntiphonError as error:
         return ToolOutput(text=str(error), is_error=True)
     keys = [view.key for view in listed.sessions]
@@ -196,14 +198,14 @@ async def _stage(path: Path, mode: str) -> AsyncGenerator[GatewayFixture]:
         settings=settings,
         tools=lambda operations: [make_tool("peek", lambda call: _peek(operations, call), acts=False)],
     ) as gateway:
-        from antiphon.operations import IncomingMessage
+        from antiphon.operations.types import IncomingMessage
 
         message = IncomingMessage(session=MAIN, content="before", idempotency_key="first")
-        await gateway.operations.submit(OPERATOR, message)
-        assert (await gateway.operations.wait(OPERATOR, "first", BOUND)).has_ended
-        await gateway.operations.open(OPERATOR, SPARE)
+        await gateway.operations.messages.submit(OPERATOR, message)
+        assert (await gateway.operations.runs.wait(OPERATOR, "first", BOUND)).has_ended
+        await gateway.operations.sessions.open(OPERATOR, SPARE)
         await _leave_something_undelivered(gateway)
-        await gateway.app.schedules.add(OPERATOR, parse_job_input(JobSpec, JOB))
+        await gateway.app.operations.jobs.add(OPERATOR, parse_job_input(JobSpec, JOB))
         await wait_until(lambda: _is_quiet(gateway))
         yield gateway
 
@@ -223,10 +225,10 @@ async def _is_quiet(gateway: GatewayFixture) -> bool:
 async def _leave_something_undelivered(gateway: GatewayFixture) -> None:
     """A report for a chat of a channel that is not there."""
     wanted = SpawnRequest(task="x", idempotency_key="dead")
-    await gateway.operations.spawn(OPERATOR, wanted, requester="agent:main:telegram:group:7")
+    await gateway.operations.subagents.spawn(OPERATOR, wanted, requester="agent:main:telegram:group:7")
 
     async def given_up() -> bool:
-        return "dead" in (await gateway.operations.list_deliveries(OPERATOR)).standing
+        return "dead" in (await gateway.operations.deliveries.list(OPERATOR)).standing
 
     await wait_until(given_up)
 
@@ -257,7 +259,7 @@ async def _entered(gateway: GatewayFixture, mode: str, scope: str | None) -> Asy
 async def _arguments(gateway: GatewayFixture, name: str) -> dict[str, Any]:
     params = dict(TABLE[name][1])
     if params.get("id") == "job":
-        params["id"] = (await gateway.app.schedules.list(OPERATOR, include_disabled=True))[0].id
+        params["id"] = (await gateway.app.operations.jobs.list(OPERATOR, include_disabled=True))[0].id
     return params
 
 
@@ -407,7 +409,7 @@ async def test_what_an_agent_may_not_see_looks_to_it_like_what_is_not_there(
 ) -> None:
     """Through either door a tool acts as its session, and reaches what that session reaches."""
     async with _stage(tmp_path, "token") as gateway, gateway.client() as client, gateway.http() as http:
-        await gateway.operations.open(OPERATOR, SPARE)
+        await gateway.operations.sessions.open(OPERATOR, SPARE)
         await _leave_something_undelivered(gateway)
 
         async def peek(key: str) -> tuple[bool, str, list[str]]:

@@ -15,8 +15,10 @@ import httpx2
 import pytest
 
 from antiphon.access import Caller
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.errors import AntiphonError
-from antiphon.operations import HistoryFilter, IncomingMessage, Operations
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import IncomingMessage
 from antiphon.runtimes import Prompt
 from support.app_fixture import BOUND, MAIN, OPERATOR, wait_for_event
 from support.gateway_http import ALL_ENDPOINTS, HOOK_TOKEN, echo
@@ -79,16 +81,18 @@ class InProcess(Door):
 
     async def say(self, session: str, text: str, key: str) -> str:
         message = IncomingMessage(session=session, content=text, idempotency_key=key)
-        accepted = await self._done(self._operations.submit(self._caller, message))
-        return (await self._done(self._operations.wait(self._caller, accepted.run_id, BOUND))).reply or ""
+        accepted = await self._done(self._operations.messages.submit(self._caller, message))
+        return (
+            await self._done(self._operations.runs.wait(self._caller, accepted.run_id, BOUND))
+        ).reply or ""
 
     async def history(self, session: str, limit: int = 50, cursor: str | None = None) -> Page:
         wanted = HistoryFilter(limit=limit, include_tools=True, before=int(cursor) if cursor else None)
-        page = await self._done(self._operations.read_history(self._caller, session, wanted))
+        page = await self._done(self._operations.transcripts.read(self._caller, session, wanted))
         return Page(page.messages, page.next_cursor)
 
     async def stop(self, session: str) -> bool:
-        return bool((await self._done(self._operations.stop(self._caller, session))).run_ids)
+        return bool((await self._done(self._operations.runs.stop(self._caller, session))).run_ids)
 
     @staticmethod
     async def _done(work: Any) -> Any:
@@ -162,7 +166,7 @@ class Hooks(Http):
         headers = {"Authorization": f"Bearer {HOOK_TOKEN}", "Idempotency-Key": key}
         body = {"message": text, "sessionKey": session}
         run = (await self._json("POST", "/hooks/agent", json=body, headers=headers))["runId"]
-        return (await self._gate.operations.wait(OPERATOR, run, BOUND)).reply or ""
+        return (await self._gate.operations.runs.wait(OPERATOR, run, BOUND)).reply or ""
 
 
 Enter = Callable[[GatewayFixture, str], AbstractAsyncContextManager[Door]]
@@ -220,7 +224,7 @@ async def door(house: GatewayFixture, connect: Enter) -> AsyncGenerator[Door]:
 async def test_what_is_said_is_answered_and_kept(door: Door, house: GatewayFixture, tmp_path: Path) -> None:
     assert await door.say(OTHER, "héllo 😀", "k1") == "heard héllo 😀"
     assert await door.texts(OTHER) == ["héllo 😀", "heard héllo 😀"]
-    page = await house.operations.read_history(OPERATOR, OTHER, HistoryFilter())
+    page = await house.operations.transcripts.read(OPERATOR, OTHER, HistoryFilter())
     assert [item["seq"] for item in page.messages] == [1, 2]
     assert page.messages[0]["content"] == "héllo 😀"
 
@@ -269,7 +273,7 @@ async def test_what_cannot_be_said_is_refused_alike_and_leaves_nothing(
     assert refusal.value.message
     if kind == "send_blocked":
         assert refusal.value.message.startswith("send blocked by session policy")
-    page = await house.operations.get_summary(OPERATOR)
+    page = await house.operations.sessions.get_summary(OPERATOR)
     assert (page.queued, page.running) == (0, 0)
     for key in (OTHER, MAIN):
         with pytest.raises(Refused) as missing:
@@ -303,9 +307,9 @@ async def test_who_may_only_read_reads_and_does_nothing_else(house: GatewayFixtu
 
 @pytest.mark.requirement("H4")
 async def test_walking_back_gives_every_message_once(door: Door, house: GatewayFixture) -> None:
-    await house.operations.open(OPERATOR, OTHER)
+    await house.operations.sessions.open(OPERATOR, OTHER)
     for number in range(11):
-        await house.operations.inject(OPERATOR, OTHER, f"{number}")
+        await house.operations.transcripts.inject(OPERATOR, OTHER, f"{number}")
     seen: list[int] = []
     page = await door.history(OTHER, limit=3)
     while True:
@@ -326,11 +330,11 @@ async def test_stopping_stops_what_runs_and_says_whether_anything_did(tmp_path: 
         return await echo(prompt)
 
     async with open_gateway(tmp_path, agent, settings=SETTINGS) as gateway, connect(gateway, WRITE) as door:
-        await gateway.operations.submit(
+        await gateway.operations.messages.submit(
             OPERATOR, IncomingMessage(session=OTHER, content="x", idempotency_key="r1")
         )
         await wait_for_event(going)
         assert await door.stop(OTHER) is True
-        view = await gateway.operations.wait(OPERATOR, "r1", BOUND)
+        view = await gateway.operations.runs.wait(OPERATOR, "r1", BOUND)
         assert (view.has_ended, view.state) == (True, "cancelled")
         assert await door.stop(OTHER) is False

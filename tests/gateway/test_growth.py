@@ -65,7 +65,7 @@ def kind_of(thing: object) -> str:
 
 async def visit(gateway: GatewayFixture, session: str, number: str, *, cut: bool) -> None:
     """One client: it subscribes, says some things, waits for the answers, asks for what never comes, and goes."""
-    await gateway.operations.open(OPERATOR, session)
+    await gateway.operations.sessions.open(OPERATOR, session)
     async with gateway.client() as client:
         await client.call("sessions.subscribe")
         await client.call("sessions.messages.subscribe", key=session, afterSeq=0)
@@ -118,7 +118,7 @@ async def test_nothing_is_left_of_clients_that_are_gone(gateway: GatewayFixture)
         await serve_round(gateway, number)
     await emptied(left)
     await emptied(lambda: {kind: more for kind, more in (objects() - before).items() if more > SLACK})
-    assert (await gateway.operations.get_summary(OPERATOR)).sessions == CLIENTS
+    assert (await gateway.operations.sessions.get_summary(OPERATOR)).sessions == CLIENTS
 
 
 @pytest.mark.requirement("W1", "SEC14")

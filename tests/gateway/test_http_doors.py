@@ -262,8 +262,8 @@ async def test_what_nobody_expected_is_logged_and_told_without_details(
     async def broken(*_: object) -> None:
         raise RuntimeError("a secret detail")
 
-    for name in ("read_history", "submit"):
-        monkeypatch.setattr(http_gateway.app.operations, name, broken)
+    monkeypatch.setattr(http_gateway.app.operations.transcripts, "read", broken)
+    monkeypatch.setattr(http_gateway.app.operations.messages, "submit", broken)
     reply = await http_gateway.http.get(HISTORY)
     assert (reply.status_code, reply.json()["error"]["type"]) == (500, "internal")
     assert "secret detail" not in reply.text
@@ -285,7 +285,7 @@ async def test_health_and_readiness_are_told_to_anybody(
     async def full(*_: object) -> None:
         raise StoreError("The disk is full.", "Make room.")
 
-    monkeypatch.setattr(http_gateway.app.operations, "list", full)
+    monkeypatch.setattr(http_gateway.app.operations.sessions, "list", full)
     http_gateway.state.closing.set()
     reply = await http_gateway.stranger.get("/readyz")
     assert reply.status_code == 503

@@ -171,7 +171,7 @@ async def test_a_live_stream_leaves_tool_results_out_unless_they_are_wanted(tmp_
         return make_tool_calls("look") if len(prompt.messages) == 1 else make_answer("seen")
 
     async with open_http_gateway(tmp_path, agent, tools=lambda _: [_look()]) as http_gateway:
-        await http_gateway.app.operations.open(OPERATOR, MAIN)
+        await http_gateway.app.operations.sessions.open(OPERATOR, MAIN)
         async with (
             open_event_stream(http_gateway.http, f"{HISTORY}?follow=1") as plain,
             open_event_stream(http_gateway.http, f"{HISTORY}?follow=1&includeTools=1") as full,
@@ -206,7 +206,7 @@ async def test_many_readers_that_are_cut_off_while_much_is_said_see_every_entry_
     http_gateway: HttpGatewayFixture,
 ) -> None:
     runs = 40
-    await http_gateway.app.operations.open(OPERATOR, MAIN)
+    await http_gateway.app.operations.sessions.open(OPERATOR, MAIN)
 
     async def read(patience: int) -> list[int]:
         """Hang up after every few events and come back."""
@@ -253,7 +253,7 @@ async def test_a_reset_is_told_and_the_new_conversation_followed(http_gateway: H
     await http_gateway.ask("one")
     async with open_event_stream(http_gateway.http, f"{HISTORY}?follow=1") as stream:
         old = (await stream.take(2))[1].json["sessionId"]
-        new = (await http_gateway.app.operations.renew(OPERATOR, MAIN)).session_id
+        new = (await http_gateway.app.operations.conversations.renew(OPERATOR, MAIN)).session_id
         gap = await stream.next()
         assert (gap.event, gap.json) == ("gap", {"sessionKey": MAIN, "sessionId": new, "reason": "reset"})
         await http_gateway.ask("two")
@@ -372,16 +372,16 @@ async def test_a_conversation_that_ends_while_it_is_opened_is_told_as_reset(
 ) -> None:
     await http_gateway.ask("one")
     operations = http_gateway.app.operations
-    follow = operations.follow
+    follow = operations.transcripts.follow
     renewed: list[str] = []
 
     async def first_renewed(*args: Any) -> Any:
         if not renewed:
-            renewed.append((await operations.renew(OPERATOR, MAIN)).session_id)
+            renewed.append((await operations.conversations.renew(OPERATOR, MAIN)).session_id)
         async for event in follow(*args):
             yield event
 
-    monkeypatch.setattr(operations, "follow", first_renewed)
+    monkeypatch.setattr(operations.transcripts, "follow", first_renewed)
     async with open_event_stream(http_gateway.http, f"{HISTORY}?follow=1") as stream:
         _, _, gap, history = await stream.take(4)
         assert (gap.event, gap.json["reason"]) == ("gap", "reset")

@@ -13,9 +13,10 @@ import pytest
 from openai.types.responses import Response
 
 from antiphon.bus import Delta
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.gateway.http.run_stream import StreamedText
 from antiphon.messages import AssistantMessage, UserMessage
-from antiphon.operations import HistoryFilter, ListFilter
+from antiphon.operations.types import ListFilter
 from antiphon.runtimes import Deltas, Prompt
 from support.app_fixture import (
     BOUND,
@@ -62,7 +63,7 @@ async def test_a_completion_is_the_reply_of_a_run(tmp_path: Path) -> None:
             "chat.completion",
             "antiphon",
         )
-        run = await http_gateway.app.operations.get_run(OPERATOR, answer.id.removeprefix("chatcmpl-"))
+        run = await http_gateway.app.operations.runs.get(OPERATOR, answer.id.removeprefix("chatcmpl-"))
         assert answer.usage is not None
         assert run.usage is not None
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
@@ -136,7 +137,7 @@ async def test_a_model_is_an_agent(tmp_path: Path) -> None:
             ("work", "work"), ("WORK", "work"),
         ):  # fmt: skip
             answer = await client.chat.completions.create(model=model, messages=[user("say x")])
-            run = await http_gateway.app.operations.get_run(OPERATOR, answer.id.removeprefix("chatcmpl-"))
+            run = await http_gateway.app.operations.runs.get(OPERATOR, answer.id.removeprefix("chatcmpl-"))
             assert run.session_key.startswith(f"agent:{agent}:openai:"), model
 
 
@@ -168,12 +169,12 @@ async def test_a_user_has_a_session_that_remembers(tmp_path: Path) -> None:
             answer = await client.chat.completions.create(
                 model="antiphon", messages=[*earlier, user("new")], user="ada:1"
             )
-            run = await http_gateway.app.operations.get_run(OPERATOR, answer.id.removeprefix("chatcmpl-"))
+            run = await http_gateway.app.operations.runs.get(OPERATOR, answer.id.removeprefix("chatcmpl-"))
             assert run.session_key == "agent:main:openai-user:ada:1"
             before += [user("new"), {"role": "assistant", "content": "yes"}]
         # What the session lacks is added in the client's order, and then it lacks nothing.
         assert seen == [1, 7, 9]
-        page = await http_gateway.app.operations.read_history(
+        page = await http_gateway.app.operations.transcripts.read(
             OPERATOR, "agent:main:openai-user:ada:1", HistoryFilter()
         )
         asked = [message["content"] for message in page.messages if message["role"] == "user"]
@@ -186,7 +187,7 @@ async def test_a_header_names_the_session(http_gateway: HttpGatewayFixture) -> N
             answer = await client.chat.completions.create(
                 model="antiphon", messages=[user("x")], extra_headers={header: "main"}
             )
-            assert (await http_gateway.app.operations.get_run(OPERATOR, answer.id[9:])).session_key == MAIN
+            assert (await http_gateway.app.operations.runs.get(OPERATOR, answer.id[9:])).session_key == MAIN
         with pytest.raises(openai.BadRequestError, match="does not belong"):
             await client.chat.completions.create(
                 model="antiphon",
@@ -270,7 +271,7 @@ async def test_requests_that_say_nothing_are_refused(http_gateway: HttpGatewayFi
             reply = await http_gateway.http.post(path, json={**body, "stream": stream})
             assert reply.status_code == 400, body
             assert reply.json()["error"]["type"] == "invalid_request_error"
-    assert (await http_gateway.app.operations.list(OPERATOR, ListFilter())).count <= 1
+    assert (await http_gateway.app.operations.sessions.list(OPERATOR, ListFilter())).count <= 1
 
 
 async def test_asking_again_with_the_same_key_is_the_same_run(http_gateway: HttpGatewayFixture) -> None:
@@ -314,7 +315,7 @@ async def test_a_run_that_fails_is_an_error_that_is_not_tried_again(tmp_path: Pa
             )
             with pytest.raises(openai.APIError, match="failed as it was told to"):
                 _ = [chunk async for chunk in stream]
-        assert (await http_gateway.app.operations.list(OPERATOR, ListFilter())).count == 3
+        assert (await http_gateway.app.operations.sessions.list(OPERATOR, ListFilter())).count == 3
 
 
 async def test_an_answer_that_reached_the_limit_says_so(tmp_path: Path) -> None:
@@ -354,7 +355,7 @@ async def test_a_client_that_leaves_stops_nothing_and_is_not_waited_for(tmp_path
             await asyncio.wait([asking])
             await wait_until(_quiet(http_gateway))
             go.set()
-            view = await http_gateway.app.operations.wait(OPERATOR, runs[-1], BOUND)
+            view = await http_gateway.app.operations.runs.wait(OPERATOR, runs[-1], BOUND)
             assert (view.state, view.reply) == ("ok", "done")
 
 
@@ -391,7 +392,7 @@ async def test_nothing_is_accepted_that_could_not_be_waited_for(http_gateway: Ht
             reply = await http_gateway.http.post(path, json={"model": "antiphon", "stream": stream, **body})
             assert reply.status_code == 503
             assert "x-should-retry" not in reply.headers
-    assert (await http_gateway.app.operations.list(OPERATOR, ListFilter())).count == 0
+    assert (await http_gateway.app.operations.sessions.list(OPERATOR, ListFilter())).count == 0
 
 
 async def test_a_run_that_was_stopped_is_no_answer(tmp_path: Path) -> None:
@@ -406,7 +407,7 @@ async def test_a_run_that_was_stopped_is_no_answer(tmp_path: Path) -> None:
         body = {"model": "antiphon", "messages": [user("x")], "user": "u"}
         asking = asyncio.create_task(http_gateway.http.post("/v1/chat/completions", json=body))
         await wait_for_event(began)
-        await http_gateway.app.operations.stop(OPERATOR, "agent:main:openai-user:u")
+        await http_gateway.app.operations.runs.stop(OPERATOR, "agent:main:openai-user:u")
         reply = await asking
         assert (reply.status_code, reply.json()["error"]["code"]) == (409, "cancelled")
         assert reply.headers["x-should-retry"] == "false"
@@ -428,7 +429,7 @@ async def test_a_response_is_a_run_and_the_next_one_goes_on_from_it(tmp_path: Pa
         assert second.previous_response_id == first.id
         assert seen == [1, 3]
         one, two = [
-            await http_gateway.app.operations.get_run(OPERATOR, r.id.removeprefix("resp_"))
+            await http_gateway.app.operations.runs.get(OPERATOR, r.id.removeprefix("resp_"))
             for r in (first, second)
         ]
         assert one.session_key == two.session_key

@@ -14,7 +14,7 @@ from antiphon.access import Caller
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
 from antiphon.errors import Forbidden, NotFound, StoreFull
 from antiphon.gateway import tool_invocations
-from antiphon.operations import ListFilter
+from antiphon.operations.types import ListFilter
 from antiphon.runtimes import Prompt, ToolSpec
 from support.app_fixture import MAIN, OPERATOR, make_tool
 from support.gateway_http import HttpGatewayFixture, open_http_gateway
@@ -108,7 +108,7 @@ async def test_a_tool_that_is_not_there_looks_like_one_that_is_denied(tmp_path: 
             assert body["error"]["message"].startswith(f"Tool not available: {name}")
         status, body = await invoke(http_gateway, {"tool": "look", "agentId": "work"})
         assert (status, body["error"]["type"]) == (404, "not_found")
-        sessions = (await http_gateway.app.operations.list(OPERATOR, ListFilter())).sessions
+        sessions = (await http_gateway.app.operations.sessions.list(OPERATOR, ListFilter())).sessions
         assert [session.key for session in sessions] == ["agent:work:main"]
         assert not box.calls
 
@@ -202,7 +202,7 @@ async def test_a_tool_that_fails_says_how_if_it_knows(
 async def test_a_session_that_was_put_into_a_sandbox_stays_there(tmp_path: Path) -> None:
     box, group = Box(), "agent:work:telegram:group:7"
     async with opened(tmp_path, box) as http_gateway:
-        await http_gateway.app.operations.open(OPERATOR, group)
+        await http_gateway.app.operations.sessions.open(OPERATOR, group)
     free = {"agents": {"list": [{"id": "main"}, {"id": "work"}]}}
     async with open_http_gateway(tmp_path, settings=free, tools=box.tools) as http_gateway:
         await invoke(http_gateway, {"tool": "other", "sessionKey": group})
@@ -214,7 +214,7 @@ async def test_a_session_that_was_put_into_a_sandbox_stays_there(tmp_path: Path)
 async def test_an_agent_acts_as_nobody_else(tmp_path: Path) -> None:
     async with opened(tmp_path, Box()) as http_gateway:
         with pytest.raises(Forbidden):
-            await http_gateway.app.operations.act_as(Caller.agent("main", MAIN), MAIN)
+            await http_gateway.app.operations.sessions.act_as(Caller.agent("main", MAIN), MAIN)
 
 
 @pytest.mark.requirement("G4", "003-send-timeout")
@@ -227,7 +227,7 @@ async def test_a_tool_may_wait_as_long_as_it_is_told_to(
         "tools": {"sessions": {"visibility": "all"}},
     }
     async with open_http_gateway(tmp_path, _never, settings=settings) as http_gateway:
-        await http_gateway.app.operations.open(OPERATOR, "agent:main:dashboard:other")
+        await http_gateway.app.operations.sessions.open(OPERATOR, "agent:main:dashboard:other")
         args = {"sessionKey": "agent:main:dashboard:other", "message": "hello", "timeoutSeconds": 1.5}
         status, body = await invoke(http_gateway, {"tool": "sessions_send", "args": args})
         assert (status, body["result"]["details"]["status"]) == (200, "timeout")

@@ -10,8 +10,7 @@ import pytest
 from antiphon import __version__
 from antiphon.access import Caller
 from antiphon.errors import Forbidden, StoreError
-from antiphon.operations import IncomingMessage
-from antiphon.operations.system_status import SystemStatus
+from antiphon.operations.types import IncomingMessage, SystemStatus
 from antiphon.runtimes import Prompt
 from support.app_fixture import BOUND, MAIN, OPERATOR
 from support.gateway_http import HttpGatewayFixture, open_http_gateway
@@ -47,7 +46,7 @@ async def test_what_waits_and_what_runs_is_counted_in_the_rows(tmp_path: Path) -
 
     async with open_http_gateway(tmp_path, slow) as http_gateway:
         message = IncomingMessage(session=MAIN, content="go")
-        accepted = [await http_gateway.app.operations.submit(OPERATOR, message) for _ in range(3)]
+        accepted = [await http_gateway.app.operations.messages.submit(OPERATOR, message) for _ in range(3)]
         async with asyncio.timeout(BOUND):
             await started.wait()
         told = await figures(http_gateway)
@@ -56,7 +55,7 @@ async def test_what_waits_and_what_runs_is_counted_in_the_rows(tmp_path: Path) -
         # They wait for their turn in the session, not for a replica.
         assert told["antiphon_store_idle_seconds"] == 0
         go_on.set()
-        await http_gateway.app.operations.wait(OPERATOR, accepted[-1].run_id, BOUND)
+        await http_gateway.app.operations.runs.wait(OPERATOR, accepted[-1].run_id, BOUND)
         assert (await figures(http_gateway))["antiphon_run_start_seconds_count"] == 3
 
 
@@ -66,7 +65,7 @@ async def test_a_store_that_does_not_answer_is_told_and_nothing_is_invented(
     async def away(*_: object) -> SystemStatus:
         raise StoreError("The database cannot be reached.", "Start it.")
 
-    monkeypatch.setattr(http_gateway.app.operations, "get_system_status", away)
+    monkeypatch.setattr(http_gateway.app.operations.status, "get", away)
     told = await figures(http_gateway)
     assert told["antiphon_store_up"] == 0
     assert not [name for name in told if name.startswith(("antiphon_replicas", "antiphon_store_runs"))]
@@ -77,18 +76,18 @@ async def test_one_answer_serves_all_who_ask_in_the_same_moment(
     http_gateway: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = 0
-    ask = http_gateway.app.operations.get_system_status
+    ask = http_gateway.app.operations.status.get
 
     async def counted(caller: Caller) -> SystemStatus:
         nonlocal asked
         asked += 1
         return await ask(caller)
 
-    monkeypatch.setattr(http_gateway.app.operations, "get_system_status", counted)
+    monkeypatch.setattr(http_gateway.app.operations.status, "get", counted)
     await asyncio.gather(*(figures(http_gateway) for _ in range(5)))
     assert asked == 1
 
 
 async def test_agents_do_not_see_the_whole(http_gateway: HttpGatewayFixture) -> None:
     with pytest.raises(Forbidden):
-        await http_gateway.app.operations.get_system_status(Caller.agent("main", MAIN))
+        await http_gateway.app.operations.status.get(Caller.agent("main", MAIN))

@@ -152,7 +152,9 @@ async def test_whoever_is_spoken_to_answers_in_the_one_session(tmp_path: Path) -
         hook = {"Authorization": f"Bearer {HOOK_TOKEN}"}
         body = {"message": "who?", "agentId": "helper", "sessionKey": "main"}
         hooked = await walk.get("POST", "/hooks/agent", json=body, headers=hook)
-        assert (await gateway.operations.wait(OPERATOR, hooked["runId"], BOUND)).reply == "helper was here"
+        assert (
+            await gateway.operations.runs.wait(OPERATOR, hooked["runId"], BOUND)
+        ).reply == "helper was here"
         body = {"model": "antiphon/helper", "messages": [{"role": "user", "content": "who?"}]}
         named = {"x-antiphon-session-key": "main"}
         answer = await walk.get("POST", "/v1/chat/completions", json=body, headers=named)

@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from antiphon.engine.runs import run_options
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.gateway.openai.common import MAX_MESSAGES_PER_REQUEST
-from antiphon.operations import HistoryFilter
 from antiphon.runtimes import Prompt
 from support.app_fixture import BOUND, DATABASE, OPERATOR
 from support.databases import query_database
@@ -437,7 +437,7 @@ async def test_what_a_request_set_survives_a_restart(tmp_path: Path) -> None:
             "/v1/chat/completions", json={**body, "temperature": 1}, headers=headers
         )
         assert changed.status_code == 409  # another request under the same key
-        page = await http_gateway.app.operations.read_history(
+        page = await http_gateway.app.operations.transcripts.read(
             OPERATOR, "agent:main:openai-user:ada", HistoryFilter()
         )
     [prompt] = seen

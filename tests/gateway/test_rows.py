@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from antiphon.gateway import wire
-from antiphon.views import DeliveryRoute, SessionView
+from antiphon.operations.types import DeliveryRoute, SessionView
 
 pytestmark = pytest.mark.requirement("W2")
 

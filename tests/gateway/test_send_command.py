@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from antiphon.operations import HistoryFilter, IncomingMessage
+from antiphon.engine.sessions.transcripts import HistoryFilter
+from antiphon.operations.types import IncomingMessage
 from antiphon.runtimes import Prompt
 from support.app_fixture import BOUND, MAIN, OPERATOR
 from support.gateway_http import ALL_ENDPOINTS
@@ -66,8 +67,10 @@ async def by_http(gateway: GatewayFixture, client: Client, text: str) -> str:
 
 
 async def in_process(gateway: GatewayFixture, client: Client, text: str) -> str:
-    accepted = await gateway.operations.submit(OPERATOR, IncomingMessage(session="main", content=text))
-    return (await gateway.operations.wait(OPERATOR, accepted.run_id, BOUND)).reply or ""
+    accepted = await gateway.operations.messages.submit(
+        OPERATOR, IncomingMessage(session="main", content=text)
+    )
+    return (await gateway.operations.runs.wait(OPERATOR, accepted.run_id, BOUND)).reply or ""
 
 
 async def policy_of(client: Client) -> str | None:
@@ -88,7 +91,9 @@ async def test_the_owner_switches_a_session_at_every_door_and_is_told(tmp_path: 
             assert await say(gateway, client, text) == told
             assert await policy_of(client) == policy
         assert model.asked == []
-        history = await gateway.operations.read_history(OPERATOR, "main", HistoryFilter(include_tools=True))
+        history = await gateway.operations.transcripts.read(
+            OPERATOR, "main", HistoryFilter(include_tools=True)
+        )
         assert history.messages == []
         assert await say(gateway, client, "please /send off") == "the model answered"
         assert await policy_of(client) == "allow"

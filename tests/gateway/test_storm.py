@@ -97,7 +97,7 @@ class Subscriber:
 async def _flow(gateway: GatewayFixture, numbers: range, chance: random.Random) -> None:
     for number in numbers:
         for session in chance.sample(SESSIONS, len(SESSIONS)):
-            await gateway.operations.inject(OPERATOR, session, f"{session} {number}")
+            await gateway.operations.transcripts.inject(OPERATOR, session, f"{session} {number}")
 
 
 async def test_every_subscriber_has_every_message_once_and_in_order(
@@ -114,7 +114,7 @@ async def test_every_subscriber_has_every_message_once_and_in_order(
         async with asyncio.timeout(LONGEST):
             async with open_gateway(tmp_path) as gateway:
                 for session in SESSIONS:
-                    await gateway.operations.open(OPERATOR, session)
+                    await gateway.operations.sessions.open(OPERATOR, session)
                 place.gateway = gateway
                 place.there.set()
                 tasks = [asyncio.create_task(subscriber.run()) for subscriber in subscribers]

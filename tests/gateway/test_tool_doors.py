@@ -12,7 +12,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from antiphon.operations import HistoryFilter, IncomingMessage, SpawnRequest
+from antiphon.engine.sessions.transcripts import HistoryFilter
+from antiphon.operations.types import IncomingMessage, SpawnRequest
 from support.app_fixture import BOUND, MAIN, OPERATOR
 from support.gateway_ws import WRITE, Client, GatewayFixture, open_gateway
 from support.model_provider import Answer, Call, Provider
@@ -55,10 +56,10 @@ class Model(Door):
         if self._provider is not None:
             self._provider.script(Answer(calls=(Call(tool, words),)), Answer(text=("done",)))
         message = IncomingMessage(session=MAIN, content=f"call {tool} {words}\nsay done")
-        accepted = await self._sanitizer.operations.submit(OPERATOR, message)
-        view = await self._sanitizer.operations.wait(OPERATOR, accepted.run_id, BOUND)
+        accepted = await self._sanitizer.operations.messages.submit(OPERATOR, message)
+        view = await self._sanitizer.operations.runs.wait(OPERATOR, accepted.run_id, BOUND)
         assert (view.state, view.reply) == ("ok", "done"), view
-        page = await self._sanitizer.operations.read_history(
+        page = await self._sanitizer.operations.transcripts.read(
             OPERATOR, MAIN, HistoryFilter(limit=9, include_tools=True)
         )
         result = next(item for item in reversed(page.messages) if item["role"] == "toolResult")
@@ -139,17 +140,17 @@ def connect(request: pytest.FixtureRequest) -> Enter:
 @pytest.mark.requirement("S1", "S2", "003-send-reply", "003-send-timeout-zero")
 async def test_a_message_to_another_session(connect: Enter, tmp_path: Path) -> None:
     async with connect(tmp_path) as (gateway, door):
-        await gateway.operations.open(OPERATOR, HELPER)
+        await gateway.operations.sessions.open(OPERATOR, HELPER)
         quiet = {"sessionKey": HELPER, "replyBack": 0, "announce": "none"}
         sent = await door.use("sessions_send", message="say pong", timeoutSeconds=BOUND, **quiet)
         delivery = sent.pop("delivery")
         assert delivery["status"] == "ended"
-        assert (await gateway.operations.get_run(OPERATOR, sent.pop("runId"))).reply == "pong"
+        assert (await gateway.operations.runs.get(OPERATOR, sent.pop("runId"))).reply == "pong"
         assert sent == {"status": "ok", "reply": "pong", "sessionKey": HELPER}
         left = await door.use("sessions_send", message="say later", timeoutSeconds=0, **quiet)
         assert left["status"] == "accepted"
-        assert (await gateway.operations.wait(OPERATOR, left["runId"], BOUND)).reply == "later"
-        page = await gateway.operations.read_history(OPERATOR, HELPER, HistoryFilter())
+        assert (await gateway.operations.runs.wait(OPERATOR, left["runId"], BOUND)).reply == "later"
+        page = await gateway.operations.transcripts.read(OPERATOR, HELPER, HistoryFilter())
         said = [item for item in page.messages if item["role"] == "user"]
         assert [item["content"] for item in said] == ["say pong", "say later"]
         assert [item["provenance"]["sourceSessionKey"] for item in said] == [MAIN, MAIN]
@@ -164,8 +165,8 @@ async def test_a_sub_agent(connect: Enter, tmp_path: Path) -> None:
         assert spawned.keys() == {"status", "runId", "childSessionKey", "mode", "note"}
         assert (spawned["status"], spawned["mode"]) == ("accepted", "run")
         assert spawned["childSessionKey"].startswith("agent:helper:subagent:")
-        assert (await gateway.operations.wait(OPERATOR, spawned["runId"], BOUND)).reply == "42"
-        [task] = await gateway.operations.list_subagents(OPERATOR, MAIN)
+        assert (await gateway.operations.runs.wait(OPERATOR, spawned["runId"], BOUND)).reply == "42"
+        [task] = await gateway.operations.subagents.list(OPERATOR, MAIN)
         assert (task.run_id, task.label, task.result) == (spawned["runId"], "calc", "42")
         listed = await door.use("subagents", action="list")
         assert [found["runId"] for found in [*listed["active"], *listed["recent"]]] == [spawned["runId"]]
@@ -175,7 +176,7 @@ async def test_a_sub_agent(connect: Enter, tmp_path: Path) -> None:
 async def test_the_sessions_there_are(connect: Enter, tmp_path: Path) -> None:
     async with connect(tmp_path) as (gateway, door):
         for key in (HELPER, MAIN):
-            await gateway.operations.open(OPERATOR, key)
+            await gateway.operations.sessions.open(OPERATOR, key)
         page = await door.use("sessions_list", kinds=["main"])
         assert {(row["key"], row["agentId"]) for row in page["sessions"]} == {
             ("main", "main"),
@@ -187,7 +188,7 @@ async def test_the_sessions_there_are(connect: Enter, tmp_path: Path) -> None:
 @pytest.mark.requirement("H5", "S2", "S7", "P2", "W5")
 async def test_refusals(connect: Enter, tmp_path: Path) -> None:
     async with connect(tmp_path) as (gateway, door):
-        await gateway.operations.open(OPERATOR, MAIN)
+        await gateway.operations.sessions.open(OPERATOR, MAIN)
         refused = [
             await door.use("sessions_send", sessionKey="nobody", message="x"),
             await door.use("sessions_send", sessionKey="main", message="x"),
@@ -205,7 +206,7 @@ async def test_refusals(connect: Enter, tmp_path: Path) -> None:
             ("error", "conflict"),
         ]
         assert all(said["error"] for said in refused)
-        assert await gateway.operations.list_subagents(OPERATOR, MAIN) == []
+        assert await gateway.operations.subagents.list(OPERATOR, MAIN) == []
 
 
 # --- whose tools they are ---
@@ -216,7 +217,7 @@ async def _offered(
 ) -> list[set[str]]:
     """What a session has: by its run, by what can be looked up, and by what can be invoked over either wire."""
     known = [tool["id"] for tool in (await client.call("tools.catalog"))["groups"][0]["tools"]]
-    actor = (await gateway.operations.act_as(OPERATOR, key)).actor
+    actor = (await gateway.operations.sessions.act_as(OPERATOR, key)).actor
     groups = (await client.call("tools.effective", sessionKey=key))["groups"]
     over_http, over_ws = set[str](), set[str]()
     for name in known:
@@ -242,9 +243,9 @@ async def test_a_sub_agent_has_its_own_tools_at_every_door(tmp_path: Path) -> No
         gateway.client() as client,
     ):
         wanted = SpawnRequest(task="say hello", agent_id="helper", announce="none")
-        spawned = await gateway.operations.spawn(OPERATOR, wanted)
+        spawned = await gateway.operations.subagents.spawn(OPERATOR, wanted)
         child = spawned.child_session_key
-        assert (await gateway.operations.wait(OPERATOR, spawned.run_id, BOUND)).has_ended
+        assert (await gateway.operations.runs.wait(OPERATOR, spawned.run_id, BOUND)).has_ended
         every = {
             "sessions_list",
             "sessions_history",

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
-from antiphon.operations import Operations, SpawnRequest
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import SpawnRequest
 from support.app_fixture import BOUND, MAIN, OPERATOR, make_tool
 from support.gateway_ws import open_gateway
 
@@ -46,7 +47,7 @@ async def test_an_agent_has_what_the_group_stands_for(
     main = {"id": "main", "tools": lists if own else {}}
     settings = {"agents": {"list": [main]}, "tools": {} if own else lists}
     async with open_gateway(tmp_path, settings=settings, tools=tools) as gateway:
-        assert set((await gateway.operations.act_as(OPERATOR, MAIN)).actor.tools) == left
+        assert set((await gateway.operations.sessions.act_as(OPERATOR, MAIN)).actor.tools) == left
 
 
 @pytest.mark.parametrize(
@@ -63,9 +64,11 @@ async def test_a_sub_agent_has_what_the_group_stands_for(
 ) -> None:
     settings = {"tools": {"subagents": {"tools": lists}}}
     async with open_gateway(tmp_path, settings=settings, tools=tools) as gateway:
-        spawned = await gateway.operations.spawn(OPERATOR, SpawnRequest(task="look", announce="none"))
-        assert (await gateway.operations.wait(OPERATOR, spawned.run_id, BOUND)).has_ended
-        acting = await gateway.operations.act_as(OPERATOR, spawned.child_session_key)
+        spawned = await gateway.operations.subagents.spawn(
+            OPERATOR, SpawnRequest(task="look", announce="none")
+        )
+        assert (await gateway.operations.runs.wait(OPERATOR, spawned.run_id, BOUND)).has_ended
+        acting = await gateway.operations.sessions.act_as(OPERATOR, spawned.child_session_key)
         assert set(acting.actor.tools) == left
 
 

@@ -72,7 +72,7 @@ async def test_webchat_replaces_no_channel_and_only_people_are_on_it(tmp_path: P
         assert (found["channel"], found.get("lastChannel"), found.get("lastTo")) == ("telegram", None, None)
         headers = {"Authorization": f"Bearer {HOOK_TOKEN}"}
         hooked = (await http.post("/hooks/wake", json={"text": "hi"}, headers=headers)).json()
-        await gateway.operations.wait(OPERATOR, hooked["runId"], BOUND)
+        await gateway.operations.runs.wait(OPERATOR, hooked["runId"], BOUND)
         assert "lastChannel" not in await row(client, MAIN)
 
 

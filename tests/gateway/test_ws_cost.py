@@ -220,7 +220,7 @@ async def test_one_exchange_and_one_spawn_cost_a_subscriber_little(tmp_path: Pat
         gateway.client() as subscriber,
     ):
         for key in (MAIN, HELPER):
-            await gateway.operations.open(OPERATOR, key)
+            await gateway.operations.sessions.open(OPERATOR, key)
         await subscriber.call("sessions.subscribe")
         asked = {"key": HELPER, "message": "say say pong", "fromSessionKey": "main", "idempotencyKey": "k1"}
         sent = await client.call("sessions.send", **asked, timeoutSeconds=BOUND)
@@ -230,7 +230,7 @@ async def test_one_exchange_and_one_spawn_cost_a_subscriber_little(tmp_path: Pat
         async def settled() -> bool:
             [task] = (await client.call("subagents.list", sessionKey="main"))["subagents"]
             unfinished = [
-                await gateway.operations.list_unfinished_runs(OPERATOR, key) for key in (MAIN, HELPER)
+                await gateway.operations.runs.list_unfinished(OPERATOR, key) for key in (MAIN, HELPER)
             ]
             return task["phase"] == "settled" and not any(unfinished)
 

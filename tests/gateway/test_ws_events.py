@@ -34,9 +34,9 @@ OTHER = "agent:main:dashboard:other"
 
 
 async def fill(gateway: GatewayFixture, number: int, session: str = MAIN) -> None:
-    await gateway.operations.open(OPERATOR, session)
+    await gateway.operations.sessions.open(OPERATOR, session)
     for n in range(number):
-        await gateway.operations.inject(OPERATOR, session, f"{session} {n}")
+        await gateway.operations.transcripts.inject(OPERATOR, session, f"{session} {n}")
 
 
 async def seqs(client: Client, number: int, session: str = MAIN) -> list[int]:
@@ -146,12 +146,12 @@ async def test_a_history_larger_than_the_outbox_is_told_at_the_pace_of_who_reads
     """One page is more than may wait for a client; it is not dropped for what it never had a chance to read."""
     monkeypatch.setattr(frames, "MAX_BUFFERED_BYTES", 1_000_000)
     monkeypatch.setattr(connection, "LAGGING_SEND_QUEUE_BYTES", 100_000)
-    await gateway.operations.open(OPERATOR, MAIN)
+    await gateway.operations.sessions.open(OPERATOR, MAIN)
     for _ in range(40):
-        await gateway.operations.inject(OPERATOR, MAIN, "x" * 100_000)
+        await gateway.operations.transcripts.inject(OPERATOR, MAIN, "x" * 100_000)
     async with gateway.client() as client:
         await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=0)
-        await gateway.operations.inject(OPERATOR, MAIN, "new")
+        await gateway.operations.transcripts.inject(OPERATOR, MAIN, "new")
         assert await seqs(client, 41) == list(range(1, 42))
 
 

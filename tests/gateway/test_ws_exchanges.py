@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from antiphon.access import Caller
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.errors import Forbidden
-from antiphon.operations import HistoryFilter, SendRequest, SpawnRequest
+from antiphon.operations.types import SendRequest, SpawnRequest
 from support.app_fixture import BOUND, MAIN, OPERATOR, wait_until
 from support.gateway_ws import READ, open_gateway
 
@@ -30,7 +31,7 @@ SETTINGS: dict[str, Any] = {
 async def test_one_session_sends_to_another_for_an_operator(tmp_path: Path) -> None:
     async with open_gateway(tmp_path, None, settings=SETTINGS) as gateway, gateway.client() as client:
         for key in (MAIN, HELPER):
-            await gateway.operations.open(OPERATOR, key)
+            await gateway.operations.sessions.open(OPERATOR, key)
         asked = {"key": HELPER, "message": "say say pong", "fromSessionKey": "main", "idempotencyKey": "k1"}
         sent = await client.call("sessions.send", **asked, timeoutSeconds=BOUND, replyBack=1, announce="none")
         assert (sent["runId"], sent["status"], sent["reply"]) == ("k1", "ok", "say pong")
@@ -83,18 +84,18 @@ async def test_what_is_sent_in_a_sessions_name_is_in_its_transcript_before_the_r
 async def test_a_wait_for_a_reply_holds_up_nothing_else(tmp_path: Path) -> None:
     async with open_gateway(tmp_path, None, settings=SETTINGS) as gateway, gateway.client() as client:
         for key in (MAIN, HELPER):
-            await gateway.operations.open(OPERATOR, key)
+            await gateway.operations.sessions.open(OPERATOR, key)
         asked = {"key": HELPER, "message": "slow 60 a b c d", "fromSessionKey": MAIN, "announce": "none"}
         waiting = await client.start("sessions.send", {**asked, "timeoutSeconds": 600})
 
         async def accepted() -> bool:
-            return len(await gateway.operations.list_unfinished_runs(OPERATOR, HELPER)) == 1
+            return len(await gateway.operations.runs.list_unfinished(OPERATOR, HELPER)) == 1
 
         await wait_until(accepted)
         late = await client.call("sessions.send", **asked, timeoutSeconds=0.2, replyBack=0)
         assert (late["status"], late["delivery"]["status"]) == ("timeout", "queued")
         assert late["delivery"]["position"] == 1
-        for run in await gateway.operations.list_unfinished_runs(OPERATOR, HELPER):
+        for run in await gateway.operations.runs.list_unfinished(OPERATOR, HELPER):
             await client.call("sessions.abort", key=HELPER, runId=run)
         over = await client.answer(waiting)
         assert (over.ok, over.payload["status"]) == (True, "error")
@@ -102,7 +103,7 @@ async def test_a_wait_for_a_reply_holds_up_nothing_else(tmp_path: Path) -> None:
 
 async def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
     async with open_gateway(tmp_path, None, settings=SETTINGS) as gateway, gateway.client() as client:
-        await gateway.operations.open(OPERATOR, HELPER)
+        await gateway.operations.sessions.open(OPERATOR, HELPER)
         for field, value in {"timeoutSeconds": 1, "replyBack": 0, "announce": "none"}.items():
             error = await client.refused("sessions.send", key=HELPER, message="x", **{field: value})
             assert (error["details"]["field"], "fromSessionKey" in error["message"]) == (field, True)
@@ -112,7 +113,7 @@ async def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> N
             assert (await client.refused("sessions.send", **asked))["details"]["field"] == field
         more = {"key": HELPER, "message": "x", "fromSessionKey": "main", "timeoutSeconds": 3601}
         assert (await client.refused("sessions.send", **more))["code"] == "INVALID_REQUEST"
-        page = await gateway.operations.read_history(OPERATOR, HELPER, HistoryFilter())
+        page = await gateway.operations.transcripts.read(OPERATOR, HELPER, HistoryFilter())
         assert page.messages == []
 
 
@@ -187,7 +188,7 @@ async def test_what_was_said_to_whom_is_listed(tmp_path: Path) -> None:
         gateway.client(gateway.issue(READ)) as reader,
     ):
         for key in (MAIN, HELPER):
-            await gateway.operations.open(OPERATOR, key)
+            await gateway.operations.sessions.open(OPERATOR, key)
         assert await reader.call("exchanges.list") == {"exchanges": []}
         for number in (1, 2):
             asked = {"key": HELPER, "message": f"say {number}", "fromSessionKey": "main", "announce": "none"}
@@ -227,15 +228,15 @@ async def test_the_operations_look_at_the_scope_again(tmp_path: Path) -> None:
     async with open_gateway(tmp_path, None, settings=SETTINGS) as gateway:
         house = gateway.operations
         for refused in (
-            house.retry_delivery(reader, "task:k1"),
-            house.retry_delivery(agent, "task:k1"),
-            house.list_deliveries(agent),
-            house.list_exchanges(agent),
-            house.list_agents(agent),
-            house.act_as(reader, MAIN),
-            house.send(reader, SendRequest(session=HELPER, message="x"), requester=MAIN),
-            house.spawn(reader, SpawnRequest(task="x")),
+            house.deliveries.retry(reader, "task:k1"),
+            house.deliveries.retry(agent, "task:k1"),
+            house.deliveries.list(agent),
+            house.exchanges.list(agent),
+            house.agents.list(agent),
+            house.sessions.act_as(reader, MAIN),
+            house.exchanges.send(reader, SendRequest(session=HELPER, message="x"), requester=MAIN),
+            house.subagents.spawn(reader, SpawnRequest(task="x")),
         ):
             with pytest.raises(Forbidden):
                 await refused
-        assert (await house.get_summary(OPERATOR)).sessions == 0
+        assert (await house.sessions.get_summary(OPERATOR)).sessions == 0

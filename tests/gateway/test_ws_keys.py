@@ -23,9 +23,9 @@ FILLED = 6  # entries that are in a session before a test begins
 
 
 async def fill(gateway: GatewayFixture, session: str = SIDE) -> None:
-    await gateway.operations.open(OPERATOR, session)
+    await gateway.operations.sessions.open(OPERATOR, session)
     for number in range(FILLED):
-        await gateway.operations.inject(OPERATOR, session, f"{number}")
+        await gateway.operations.transcripts.inject(OPERATOR, session, f"{number}")
 
 
 async def entries(client: Client, session: str = SIDE) -> int:
@@ -51,7 +51,7 @@ async def test_words_are_injected_once(gateway: GatewayFixture) -> None:
         assert await client.call("chat.inject", **asked) == first
         assert await entries(client) == FILLED + 2
         await refused(client, "chat.inject", **{**asked, "message": "Other words."})
-        await gateway.operations.open(OPERATOR, OTHER)
+        await gateway.operations.sessions.open(OPERATOR, OTHER)
         await refused(client, "chat.inject", **{**asked, "sessionKey": OTHER})
 
 
@@ -80,7 +80,7 @@ async def test_a_session_is_reset_once(gateway: GatewayFixture) -> None:
         assert again["entry"]["sessionId"] == first["entry"]["sessionId"] == await session_id(client)
         assert await entries(client) == FILLED
         await refused(client, "sessions.reset", key=SIDE, reason="new", idempotencyKey="k")
-        await gateway.operations.open(OPERATOR, OTHER)
+        await gateway.operations.sessions.open(OPERATOR, OTHER)
         await refused(client, "sessions.reset", key=OTHER, idempotencyKey="k")
 
 

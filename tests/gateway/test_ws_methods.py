@@ -521,7 +521,7 @@ async def test_the_history_of_a_session_that_is_not_there_is_empty(gateway: Gate
 async def test_the_history_tells_how_much_is_thought_unless_a_message_says_otherwise(tmp_path: Path) -> None:
     settings = {"agents": {"list": [{"id": "main", "thinkingDefault": "high"}]}}
     async with open_gateway(tmp_path, settings=settings) as gateway, gateway.client() as client:
-        await gateway.operations.open(OPERATOR, MAIN)
+        await gateway.operations.sessions.open(OPERATOR, MAIN)
         assert (await client.call("chat.history", sessionKey=MAIN))["thinkingLevel"] == "high"
         await client.call("sessions.patch", key=MAIN, thinkingLevel="off")
         assert (await client.call("chat.history", sessionKey=MAIN))["thinkingLevel"] == "off"
@@ -530,9 +530,9 @@ async def test_the_history_tells_how_much_is_thought_unless_a_message_says_other
 @pytest.mark.requirement("H4", "G23")
 @pytest.mark.parametrize("way", ["cursor", "offset"])
 async def test_walking_back_gives_every_message_once(gateway: GatewayFixture, way: str) -> None:
-    await gateway.operations.open(OPERATOR, MAIN)
+    await gateway.operations.sessions.open(OPERATOR, MAIN)
     for n in range(23):
-        await gateway.operations.inject(OPERATOR, MAIN, f"{n}")
+        await gateway.operations.transcripts.inject(OPERATOR, MAIN, f"{n}")
     async with gateway.client() as client:
         seen: list[int] = []
         step: dict[str, Any] = {}
@@ -557,10 +557,10 @@ async def test_a_history_is_bounded_in_bytes_and_says_what_it_left_out(tmp_path:
         open_gateway(tmp_path, settings={"store": {"messageMaxBytes": 300_000}}) as gateway,
         gateway.client() as client,
     ):
-        await gateway.operations.open(OPERATOR, MAIN)
-        await gateway.operations.inject(OPERATOR, MAIN, "x" * 200_000)
+        await gateway.operations.sessions.open(OPERATOR, MAIN)
+        await gateway.operations.transcripts.inject(OPERATOR, MAIN, "x" * 200_000)
         for n in range(70):
-            await gateway.operations.inject(OPERATOR, MAIN, f"{n}" + "x" * 100_000)
+            await gateway.operations.transcripts.inject(OPERATOR, MAIN, f"{n}" + "x" * 100_000)
         page = await client.call("chat.history", sessionKey=MAIN, limit=1000)
         assert page["hasMore"] is True
         assert 40 < len(page["messages"]) < 70
@@ -798,7 +798,7 @@ async def test_leaving_out_rows_leaves_the_pages_complete(gateway: GatewayFixtur
     async with gateway.client() as client:
         for n in range(4):
             await client.call("sessions.create", key=f"{OTHER}{n}")
-            await gateway.operations.open(OPERATOR, f"agent:main:subagent:{n}")
+            await gateway.operations.sessions.open(OPERATOR, f"agent:main:subagent:{n}")
         seen: list[str] = []
         offset = 0
         while offset is not None:

@@ -805,11 +805,11 @@ async def test_who_does_not_read_is_dropped_and_delays_nobody(
     settings = {"store": {"messageMaxBytes": 2 * LARGE}}
     async with open_gateway(tmp_path, settings=settings) as gateway, gateway.client() as quick:
         await quick.call("sessions.subscribe")
-        await gateway.operations.open(OPERATOR, MAIN)
+        await gateway.operations.sessions.open(OPERATOR, MAIN)
         async with gateway.connect_unauthenticated(reading=False) as slow:
             await _enter_without_reading(gateway, slow)
             for n in range(MANY):
-                await gateway.operations.inject(OPERATOR, MAIN, f"{n} " + "x" * LARGE)
+                await gateway.operations.transcripts.inject(OPERATOR, MAIN, f"{n} " + "x" * LARGE)
                 await quick.event("session.message", messageSeq=n + 1)  # nobody waits for the slow one
             await wait_until(lambda: _count(gateway, 1))
             assert (await quick.call("health"))["ok"]

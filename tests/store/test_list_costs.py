@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from antiphon.config import Config
-from antiphon.operations import ListFilter
+from antiphon.operations.types import ListFilter
 from antiphon.runtimes import Prompt
 from antiphon.state_access import open_operations_readonly
 from antiphon.store.queries import Query
@@ -63,7 +63,7 @@ class Lag:
 
 async def lag_of_a_page(app: AppFixture) -> float:
     lag = Lag()
-    page = await app.operations.list(OPERATOR, PAGE)
+    page = await app.operations.sessions.list(OPERATOR, PAGE)
     assert (page.count, page.next_cursor is None) == (200, False)
     return lag.stop()
 
@@ -99,9 +99,9 @@ async def test_no_transcript_is_read_for_a_page_without_messages(
     async with open_operations_readonly(
         Config(), tmp_path
     ) as operations:  # where nobody else asks for anything
-        await operations.list(OPERATOR, PAGE)
-        await operations.get_overview(OPERATOR, PAGE, 0)
+        await operations.sessions.list(OPERATOR, PAGE)
+        await operations.sessions.get_overview(OPERATOR, PAGE, 0)
         assert asked
         assert of_transcripts() == []
-        said = (await operations.get_overview(OPERATOR, PAGE, 1)).said
+        said = (await operations.sessions.get_overview(OPERATOR, PAGE, 1)).said
         assert len(said) == len(of_transcripts()) == 200  # where they are asked for it is seen

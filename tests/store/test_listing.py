@@ -20,7 +20,7 @@ from antiphon.engine.sessions import session_rows
 from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.sessions.session_rows import NewSession
 from antiphon.errors import AntiphonError, NotFound, StoreDamaged
-from antiphon.operations import ListFilter
+from antiphon.operations.types import ListFilter
 from antiphon.runtimes import Prompt
 from antiphon.store import Row, Tx, listing
 from antiphon.store.listing import SESSION_KINDS, SessionListQuery
@@ -338,7 +338,7 @@ async def _compared(
             listed: list[str] = []
             cursor: str | None = None
             while True:
-                page = await app.operations.list(
+                page = await app.operations.sessions.list(
                     caller, ListFilter(limit=limit, include_archived=True, cursor=cursor)
                 )
                 # Short names are the caller's own; the row behind one is found by asking for it.
@@ -371,7 +371,7 @@ async def test_agents_beyond_the_listed_ones_are_hidden(
         caller = Caller.agent("main", "agent:main:main")
         for most in (2, 3, 4, 5):
             monkeypatch.setattr(listing, "MAX_LISTED_AGENTS", most)
-            page = await app.operations.list(caller, ListFilter(limit=9))
+            page = await app.operations.sessions.list(caller, ListFilter(limit=9))
             assert {row.agent_id for row in page.sessions} == {"a1", "a2", "main"}, most
 
 
@@ -405,7 +405,7 @@ async def test_filters_an_operator_can_give(tmp_path: Path) -> None:
         await app.create("agent:main:cron:nightly")
 
         async def found(**filters: Any) -> list[str]:
-            page = await app.operations.list(OPERATOR, ListFilter(**filters))
+            page = await app.operations.sessions.list(OPERATOR, ListFilter(**filters))
             assert page.count == len(page.sessions)
             return sorted(row.key for row in page.sessions)
 

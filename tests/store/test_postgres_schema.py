@@ -17,7 +17,7 @@ from antiphon.app import open_app_operations
 from antiphon.config import Config
 from antiphon.engine.sessions import search
 from antiphon.errors import StoreError, StoreNewer
-from antiphon.operations import IncomingMessage
+from antiphon.operations.types import IncomingMessage
 from antiphon.store import Tx
 from antiphon.store.migrations import Migration, load_migrations
 from antiphon.store.postgres import PgStore, schema
@@ -118,8 +118,10 @@ def on(server: PgServer) -> Config:
 async def converses(server: PgServer, path: Path) -> None:
     """A question is asked, answered and found again."""
     async with open_app_operations(on(server), path) as operations:
-        ticket = await operations.submit(OPERATOR, IncomingMessage(session=MAIN, content="say good morning"))
-        view = await operations.wait(OPERATOR, ticket.run_id, BOUND)
+        ticket = await operations.messages.submit(
+            OPERATOR, IncomingMessage(session=MAIN, content="say good morning")
+        )
+        view = await operations.runs.wait(OPERATOR, ticket.run_id, BOUND)
         assert (view.state, view.reply) == ("ok", "good morning")
 
 
@@ -164,7 +166,7 @@ async def test_each_version_takes_over_what_the_ones_before_it_left(
         assert now == before[name], name
     async with open_app_operations(on(empty), tmp_path) as operations:
         for run in ("cut", "waiting"):
-            view = await operations.wait(OPERATOR, run, BOUND)
+            view = await operations.runs.wait(OPERATOR, run, BOUND)
             assert (view.state, view.reply) == ("ok", "hello")
     await converses(empty, tmp_path)
 

@@ -682,7 +682,7 @@ async def test_runs_of_schema_4_are_carried_on_and_lead_to_nothing(tmp_path: Pat
             query_database(tmp_path / NAME, statement, *params)
     async with open_app_operations(Config(), tmp_path) as operations:
         for run_id in ("cut", "waiting"):
-            view = await operations.wait(Caller.operator(), run_id, BOUND)
+            view = await operations.runs.wait(Caller.operator(), run_id, BOUND)
             assert (view.state, view.reply) == ("ok", "hello")
     for table in ("exchanges", "tasks", "deliveries", "chains"):
         assert query_database(tmp_path / NAME, f"SELECT * FROM {table}") == []  # noqa: S608

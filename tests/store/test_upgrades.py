@@ -222,5 +222,5 @@ async def _goes_on(config: Config, path: Path) -> None:
     """This version works on it: what was cut off and what waited is answered."""
     async with open_app_operations(config, path) as operations:
         for run in ("cut", "waiting"):
-            view = await operations.wait(Caller.operator(), run, BOUND)
+            view = await operations.runs.wait(Caller.operator(), run, BOUND)
             assert (view.state, view.reply) == ("ok", "hello")

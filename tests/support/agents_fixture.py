@@ -21,14 +21,15 @@ from antiphon.clock import Clock, SystemClock
 from antiphon.config import Config
 from antiphon.engine.outbox.delivery_rows import Destination
 from antiphon.engine.outbox.sender import DeliveryChannel
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.messages import AssistantMessage, Message, ToolResult, UserMessage
-from antiphon.operations import HistoryFilter, Operations
-from antiphon.operations import IncomingMessage as Words
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import IncomingMessage as Words
+from antiphon.operations.types import RunView
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import AgentFunction, FunctionRuntime
-from antiphon.views import RunView
 from support import app_fixture
 from support.app_fixture import BOUND, DATABASE, MAIN, OPERATOR, make_answer
 from support.commit_watcher import CommitWatcher
@@ -159,10 +160,10 @@ class AgentsFixture:
 
     async def say(self, words: str, session: str = MAIN, **options: Any) -> str:
         message = Words(session=session, content=words, **options)
-        return (await self.operations.submit(OPERATOR, message)).run_id
+        return (await self.operations.messages.submit(OPERATOR, message)).run_id
 
     async def wait_for_end(self, run_id: str, seconds: float = BOUND) -> RunView:
-        view = await self.operations.wait(OPERATOR, run_id, seconds)
+        view = await self.operations.runs.wait(OPERATOR, run_id, seconds)
         assert view.has_ended, f"{run_id} is still {view.state} after {seconds} seconds"
         return view
 
@@ -171,7 +172,7 @@ class AgentsFixture:
 
     async def open_sessions(self, *sessions: str) -> None:
         for session in sessions:
-            await self.operations.open(OPERATOR, session)
+            await self.operations.sessions.open(OPERATOR, session)
 
     # --- as an agent ---
 
@@ -198,7 +199,7 @@ class AgentsFixture:
 
     async def transcript(self, session: str = MAIN) -> list[dict[str, Any]]:
         wanted = HistoryFilter(limit=1000, include_tools=True, after=0)
-        return (await self.operations.read_history(OPERATOR, session, wanted)).messages
+        return (await self.operations.transcripts.read(OPERATOR, session, wanted)).messages
 
     async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
         """Wait for a condition on the store, checked after each commit."""

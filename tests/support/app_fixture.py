@@ -27,16 +27,18 @@ from antiphon.engine.sessions import session_rows
 from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.sessions.retention import RetentionPolicy
 from antiphon.engine.sessions.session_rows import NewSession
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.engine.supervisor import EngineTimings
-from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
+from antiphon.engine.toolbox import Tool, Toolbox, ToolOutput, ToolRequest
 from antiphon.lanes.local import LocalLanes
 from antiphon.messages import AssistantMessage, TextBlock, ToolCall
-from antiphon.operations import HistoryFilter, IncomingMessage, Operations
+from antiphon.operations.context import OperationContext
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import IncomingMessage, RunView
 from antiphon.runtimes import Runtime, ToolSpec
 from antiphon.runtimes.function import AgentFunction, FunctionRuntime
 from antiphon.store import CommitPhase, Row, Store, Tx
 from antiphon.store.transcript_files import TranscriptFiles
-from antiphon.views import RunView
 from support.databases import open_test_database, query_database
 
 OPERATOR = Caller.operator()
@@ -59,10 +61,10 @@ class AppFixture:
     async def say(self, text: str, session: str = MAIN, **options: Any) -> str:
         """Submit a message; return the id of its run."""
         message = IncomingMessage(session=session, content=text, **options)
-        return (await self.operations.submit(OPERATOR, message)).run_id
+        return (await self.operations.messages.submit(OPERATOR, message)).run_id
 
     async def wait_for_end(self, run_id: str) -> RunView:
-        view = await self.operations.wait(OPERATOR, run_id, BOUND)
+        view = await self.operations.runs.wait(OPERATOR, run_id, BOUND)
         assert view.has_ended, f"{run_id} is still {view.state} after {BOUND} seconds"
         return view
 
@@ -72,7 +74,7 @@ class AppFixture:
 
     async def transcript(self, session: str = MAIN) -> list[dict[str, Any]]:
         wanted = HistoryFilter(limit=1000, include_tools=True, after=0)
-        return (await self.operations.read_history(OPERATOR, session, wanted)).messages
+        return (await self.operations.transcripts.read(OPERATOR, session, wanted)).messages
 
     async def create(self, key: str, parent: str | None = None) -> Row:
         """Create a session, as a child of `parent` if given."""
@@ -154,14 +156,17 @@ async def open_app_fixture(
         is_only_replica=alone,
     )
     operations = Operations(
-        config=config,
-        store=shared,
-        bus=bus,
-        clock=clock,
-        door=SessionResolver(config),
-        engine=engine.worker,
-        state_dir=path,
-        files=TranscriptFiles(path / "transcripts"),
+        OperationContext(
+            config=config,
+            store=shared,
+            bus=bus,
+            clock=clock,
+            session_resolver=SessionResolver(config),
+            worker=engine.worker,
+            state_dir=path,
+            transcript_files=TranscriptFiles(path / "transcripts"),
+            toolbox=Toolbox(),
+        )
     )
     try:
         await engine.start()

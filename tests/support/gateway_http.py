@@ -25,10 +25,10 @@ from antiphon.gateway.http.routes import HttpRoutes
 from antiphon.gateway.state import GatewayState
 from antiphon.gateway.tokens import TokenRegistry
 from antiphon.messages import UserMessage
-from antiphon.operations import IncomingMessage, Operations
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import IncomingMessage, RunView
 from antiphon.runtimes import Prompt, Runtime
 from antiphon.runtimes.function import AgentFunction, FunctionRuntime
-from antiphon.views import RunView
 from support.app_fixture import BOUND, MAIN, OPERATOR, strip_frame
 
 HOOK_TOKEN = "a-hook-token"
@@ -66,8 +66,10 @@ class HttpGatewayFixture:
         return {"Authorization": f"Bearer {token}"}
 
     async def ask(self, text: str, session: str = MAIN) -> RunView:
-        accepted = await self.app.operations.submit(OPERATOR, IncomingMessage(session=session, content=text))
-        view = await self.app.operations.wait(OPERATOR, accepted.run_id, BOUND)
+        accepted = await self.app.operations.messages.submit(
+            OPERATOR, IncomingMessage(session=session, content=text)
+        )
+        view = await self.app.operations.runs.wait(OPERATOR, accepted.run_id, BOUND)
         assert view.has_ended
         return view
 

@@ -21,7 +21,7 @@ from antiphon.config import Config
 from antiphon.engine.toolbox import Tool
 from antiphon.gateway.server import ListeningGateway, serve_gateway
 from antiphon.gateway.tokens import TokenRegistry
-from antiphon.operations import Operations
+from antiphon.operations.operations import Operations
 from antiphon.runtimes import Runtime
 from antiphon.runtimes.function import AgentFunction, FunctionRuntime
 from support.app_fixture import BOUND, DATABASE

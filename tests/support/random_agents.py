@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 from antiphon.access import Caller
 from antiphon.app import open_app_operations
 from antiphon.config import Config
-from antiphon.operations import IncomingMessage, Operations
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import IncomingMessage
 from chaos.killer import DatabaseLocation, Killer
 
 AGENT_COUNT = 50
@@ -119,9 +120,11 @@ async def run_agents(
 
 async def _submit(operations: Operations, planned: list[Planned]) -> None:
     for agent in AGENTS:
-        await operations.open(OPERATOR, get_main_key(agent))
+        await operations.sessions.open(OPERATOR, get_main_key(agent))
     for key, session, text in planned:
-        await operations.submit(OPERATOR, IncomingMessage(session=session, content=text, idempotency_key=key))
+        await operations.messages.submit(
+            OPERATOR, IncomingMessage(session=session, content=text, idempotency_key=key)
+        )
 
 
 def fork(work: Coroutine[Any, Any, None]) -> int:

@@ -25,7 +25,8 @@ from antiphon.engine.collaboration import exchanges, task_rows
 from antiphon.engine.runs import completion
 from antiphon.engine.runs.effects import Effects
 from antiphon.errors import AntiphonError
-from antiphon.operations import IncomingMessage, Operations, SendRequest, SpawnRequest
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import IncomingMessage, SendRequest, SpawnRequest
 from antiphon.store import Tx
 from chaos.killer import DatabaseLocation, Killer
 from support import random_agents
@@ -154,34 +155,34 @@ class RandomDisruptions:
         session = pick_session(rng)
         text = make_script(rng, self._numbers, 1)
         acts: list[tuple[int, Callable[[], Awaitable[object]]]] = [
-            (3, partial(operations.stop, OPERATOR, session)),
+            (3, partial(operations.runs.stop, OPERATOR, session)),
             (2, partial(self._stop_one, session)),
-            (2, partial(operations.reset, OPERATOR, session)),
-            (2, partial(operations.delete, OPERATOR, rng.choice(EXTRA))),
-            (2, partial(operations.steer, OPERATOR, IncomingMessage(session=session, content=text))),
+            (2, partial(operations.conversations.reset, OPERATOR, session)),
+            (2, partial(operations.sessions.delete, OPERATOR, rng.choice(EXTRA))),
+            (2, partial(operations.messages.steer, OPERATOR, IncomingMessage(session=session, content=text))),
             (2, partial(self._steer_child, session, text)),
-            (2, partial(operations.kill, OPERATOR, rng.choice(["all", "last"]), session)),
-            (2, partial(operations.spawn, OPERATOR, SpawnRequest(task=text), requester=session)),
+            (2, partial(operations.subagents.kill, OPERATOR, rng.choice(["all", "last"]), session)),
+            (2, partial(operations.subagents.spawn, OPERATOR, SpawnRequest(task=text), requester=session)),
             (8, partial(self._send, session, text)),
         ]
         weights = [weight for weight, _ in acts]
         return rng.choices([act for _, act in acts], weights)[0]
 
     async def _stop_one(self, session: str) -> None:
-        if runs := await self._operations.list_unfinished_runs(OPERATOR, session):
-            await self._operations.stop(OPERATOR, session, self._rng.choice(runs))
+        if runs := await self._operations.runs.list_unfinished(OPERATOR, session):
+            await self._operations.runs.stop(OPERATOR, session, self._rng.choice(runs))
 
     async def _steer_child(self, session: str, text: str) -> None:
-        if found := await self._operations.list_subagents(OPERATOR, session):
+        if found := await self._operations.subagents.list(OPERATOR, session):
             child = self._rng.choice(found).child_session_key
-            await self._operations.steer(
+            await self._operations.messages.steer(
                 OPERATOR, IncomingMessage(session=child, content=text, origin="steer")
             )
 
     async def _send(self, session: str, text: str) -> None:
         requester = self._rng.choice([None, *SESSIONS])
         wanted = SendRequest(session=session, message=text, timeout_seconds=self._rng.choice([0, 1, 600]))
-        await self._operations.send(OPERATOR, wanted, requester=requester)
+        await self._operations.exchanges.send(OPERATOR, wanted, requester=requester)
 
 
 async def run_disrupted_agents(
@@ -192,10 +193,10 @@ async def run_disrupted_agents(
     completion.settle_stuck_work = partial(_record_swept, state_dir / SWEPT, completion.settle_stuck_work)
     async with open_app_operations(config, state_dir, on_commit=killer) as operations:
         for session in SESSIONS:
-            await operations.open(OPERATOR, session)
+            await operations.sessions.open(OPERATOR, session)
         for key, session, text in plan_messages(seed):
             with suppress(AntiphonError):
-                await operations.submit(
+                await operations.messages.submit(
                     OPERATOR, IncomingMessage(session=session, content=text, idempotency_key=key)
                 )
         await RandomDisruptions(operations, killer, random.Random(f"{seed} {kill}")).run()

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from antiphon.access import WRITE_SCOPE, Caller
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.errors import Forbidden, InvalidInput, NotFound
-from antiphon.operations import SendRequest
+from antiphon.operations.types import ExchangePage, ExchangeView, SendRequest
 from antiphon.runtimes import Prompt
 from antiphon.store.queries import Queries
-from antiphon.views import ExchangePage, ExchangeView
 from support.agents_fixture import (
     HELPER,
     ScriptedAgent,
@@ -79,10 +78,10 @@ async def test_an_exchange_is_seen_while_it_goes_on_and_when_it_is_over(tmp_path
         wanted = SendRequest(
             session=HELPER, message="A_KEY=hunter2 tell me", idempotency_key="k1", reply_back=1
         )
-        await agents.operations.send(OPERATOR, wanted, requester=MAIN)
+        await agents.operations.exchanges.send(OPERATOR, wanted, requester=MAIN)
 
         async def seen() -> ExchangeView:
-            [exchange] = (await agents.operations.list_exchanges(OPERATOR)).exchanges
+            [exchange] = (await agents.operations.exchanges.list(OPERATOR)).exchanges
             return exchange
 
         async def announcing() -> bool:
@@ -94,13 +93,13 @@ async def test_an_exchange_is_seen_while_it_goes_on_and_when_it_is_over(tmp_path
         assert (now.turn, now.turns, now.current_run_id, now.announced) == (1, 1, "announce:k1", None)
         assert (now.message, now.latest_reply) == ("A_KEY=*** tell me", "turn answered")
         assert (now.chain_id, now.hop, now.settled_at) == ("k1", 1, None)
-        assert ids(await agents.operations.list_exchanges(OPERATOR, unsettled=True)) == ["k1"]
+        assert ids(await agents.operations.exchanges.list(OPERATOR, unsettled=True)) == ["k1"]
         free.set()
         await agents.wait_until_idle()
         over = await seen()
         assert (over.phase, over.announced, over.current_run_id) == ("settled", "delivered", None)
         assert over.settled_at is not None and over.settled_at >= over.created_at == now.created_at
-        assert ids(await agents.operations.list_exchanges(OPERATOR, unsettled=True)) == []
+        assert ids(await agents.operations.exchanges.list(OPERATOR, unsettled=True)) == []
 
 
 @pytest.mark.requirement("G43", "S6")
@@ -112,9 +111,9 @@ async def test_what_came_of_the_announcement_is_seen(tmp_path: Path, said: str, 
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": ScriptedAgent(said)}
     ) as agents:
-        await agents.operations.send(OPERATOR, SendRequest(agent_id="helper", message="?"))
+        await agents.operations.exchanges.send(OPERATOR, SendRequest(agent_id="helper", message="?"))
         await agents.wait_until_idle()
-        [exchange] = (await agents.operations.list_exchanges(OPERATOR)).exchanges
+        [exchange] = (await agents.operations.exchanges.list(OPERATOR)).exchanges
         assert (exchange.announced, exchange.requester_session_key, exchange.turns) == (announced, None, 0)
 
 
@@ -124,7 +123,7 @@ async def test_pages_go_on_where_they_ended(tmp_path: Path) -> None:
         one, other = (await app.create(MAIN))["id"], (await app.create(OTHER))["id"]
         fill(app, (one, 7), (None, one), (7, 8), (8, one), (one, other))
         fill(app, (other, one), (7, 8), (one, 7), settled=False)
-        asked = app.operations.list_exchanges
+        asked = app.operations.exchanges.list
         assert ids(await asked(OPERATOR)) == list("87654321")
         first = await asked(OPERATOR, limit=3)
         rest = await asked(OPERATOR, limit=5, cursor=first.next_cursor)
@@ -144,16 +143,16 @@ async def test_pages_go_on_where_they_ended(tmp_path: Path) -> None:
 async def test_a_page_has_a_bound(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo, pace=QUIET) as app:
         fill(app, *[(1, 2)] * 502)
-        page = await app.operations.list_exchanges(OPERATOR, limit=10_000)
+        page = await app.operations.exchanges.list(OPERATOR, limit=10_000)
         assert (len(page.exchanges), page.next_cursor) == (500, "3")
-        assert len((await app.operations.list_exchanges(OPERATOR)).exchanges) == 50
+        assert len((await app.operations.exchanges.list(OPERATOR)).exchanges) == 50
 
 
 @pytest.mark.requirement("G43", "SEC4")
 async def test_what_is_refused(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo, pace=QUIET) as app:
         await app.create(MAIN)
-        asked = app.operations.list_exchanges
+        asked = app.operations.exchanges.list
         for stranger in (Caller.operator([]), Caller.agent("main", MAIN)):
             with pytest.raises(Forbidden):
                 await asked(stranger)
@@ -174,7 +173,7 @@ async def test_of_what_was_said_there_is_the_beginning_without_secrets(tmp_path:
         fill(app, (1, 2), message="m" * 10_000, reply=f"{'r' * 580} {secret}")
         fill(app, (1, 2), message=f"the key is {secret}, keep it", reply="short")
         fill(app, (1, 2), message="", reply="")  # forgotten
-        forgotten, short, long = (await app.operations.list_exchanges(OPERATOR)).exchanges
+        forgotten, short, long = (await app.operations.exchanges.list(OPERATOR)).exchanges
         assert (forgotten.message, forgotten.latest_reply) == (None, None)
         assert short.message is not None and secret not in short.message
         assert (short.message.startswith("the key is "), short.latest_reply) == (True, "short")
@@ -232,7 +231,7 @@ def test_every_exchange_is_on_exactly_one_page(
             found: list[str] = []
             cursor = None
             while True:
-                page = await app.operations.list_exchanges(
+                page = await app.operations.exchanges.list(
                     OPERATOR,
                     keys[session - 1] if session else None,
                     unsettled=unsettled,

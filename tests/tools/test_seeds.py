@@ -21,7 +21,7 @@ from antiphon.engine.toolbox import ToolRequest
 from antiphon.errors import AntiphonError
 from antiphon.gateway.server import ListeningGateway, serve_gateway
 from antiphon.gateway.tokens import TokenRegistry
-from antiphon.operations import SessionPatch
+from antiphon.operations.types import SessionPatch
 from antiphon.transfers.import_source import scan_source
 from antiphon.transfers.imports import import_source
 from support.agents_fixture import (
@@ -473,7 +473,7 @@ async def test_a_row_has_its_route_in_one_form_however_it_was_recorded(tmp_path:
     index = {key: {"sessionId": key.split(":")[-1], "updatedAt": 1, **route} for key, route in ROUTES.items()}
     source.joinpath("sessions.json").write_text(json.dumps(index))
     async with open_app_fixture(tmp_path, answer_briefly, config=make_config(WHOLE_AGENT)) as app:
-        config = app.operations.config
+        config = app.operations.context.config
         await import_source(app.store, config, scan_source(tmp_path / "old", config), 1)
         rows = rows_of(await call_tool(app, "sessions_list"))
         old, new, part, none = (rows[key] for key in ROUTES)
@@ -491,9 +491,9 @@ async def test_a_row_has_its_send_policy_while_it_has_one_of_its_own(tmp_path: P
         await app.create(MAIN)
         assert "sendPolicy" not in rows_of(await call_tool(app, "sessions_list"))["main"]
         for policy in ("allow", "deny"):
-            await app.operations.patch(OPERATOR, MAIN, SessionPatch(send_policy=policy))
+            await app.operations.sessions.patch(OPERATOR, MAIN, SessionPatch(send_policy=policy))
             assert rows_of(await call_tool(app, "sessions_list"))["main"]["sendPolicy"] == policy
-        await app.operations.patch(OPERATOR, MAIN, SessionPatch(send_policy=None))
+        await app.operations.sessions.patch(OPERATOR, MAIN, SessionPatch(send_policy=None))
         assert "sendPolicy" not in rows_of(await call_tool(app, "sessions_list"))["main"]
 
 
@@ -565,7 +565,7 @@ async def test_a_rule_matches_by_surface_and_chat_type_and_never_by_session_id(t
             told = await agents.use("sessions_send", sessionKey=group, message="say yes", **CALM)
             assert told["status"] == "error"
             assert "send blocked by session policy" in told["error"]
-            await agents.operations.renew(OPERATOR, group)
+            await agents.operations.conversations.renew(OPERATOR, group)
         for free in ("discord:channel:1", "telegram:group:1"):
             told = await agents.use("sessions_send", sessionKey=free, message="say yes", **CALM)
             assert told["status"] == "ok"

@@ -14,12 +14,12 @@ from antiphon.clock import ManualClock
 from antiphon.engine.collaboration.framing import MARKER_PATTERN
 from antiphon.engine.runs import compaction
 from antiphon.engine.runs.context import estimate_tokens
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.errors import Conflict, ContextOverflow, NotFound
 from antiphon.messages import AssistantMessage, TextBlock, ToolCall
-from antiphon.operations import HistoryFilter, SendRequest, SessionPatch
+from antiphon.operations.types import ReplyBackState, SendRequest, SessionPatch
 from antiphon.runtimes import Prompt
 from antiphon.store.migrations import load_migrations
-from antiphon.views import ReplyBackState
 from support.agents_fixture import (
     HELPER,
     MAIN,
@@ -104,7 +104,7 @@ async def test_what_is_missing_or_wrong_is_named_and_nothing_is_sent(
 async def test_a_session_is_named_by_its_key_its_id_its_label_or_its_agent(tmp_path: Path) -> None:
     async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
         await agents.open_sessions(MAIN, HELPER)
-        view = await agents.operations.patch(OPERATOR, HELPER, SessionPatch(label="the helper"))
+        view = await agents.operations.sessions.patch(OPERATOR, HELPER, SessionPatch(label="the helper"))
         names: list[dict[str, str]] = [
             {"sessionKey": HELPER},
             {"sessionKey": view.session_id},
@@ -121,7 +121,9 @@ async def test_a_session_is_named_by_its_key_its_id_its_label_or_its_agent(tmp_p
 async def test_a_label_that_two_sessions_have_is_an_error_with_both_keys(tmp_path: Path) -> None:
     async with open_agents_fixture(make_agents_config("helper", "other"), tmp_path) as agents:
         for agent in ("helper", "other"):
-            await agents.operations.patch(OPERATOR, f"agent:{agent}:main", SessionPatch(label="twin"))
+            await agents.operations.sessions.patch(
+                OPERATOR, f"agent:{agent}:main", SessionPatch(label="twin")
+            )
         await agents.open_sessions(MAIN)
         said = await agents.use("sessions_send", label="twin", message="hello")
         assert (said["status"], said["code"]) == ("error", "ambiguous")
@@ -159,7 +161,7 @@ async def test_the_first_message_to_a_main_session_founds_it(tmp_path: Path) -> 
         assert (sent["status"], sent["sessionKey"], sent["reply"]) == ("ok", HELPER, "here")
         wanted = SendRequest(session="agent:other:main", message="say me", reply_back=0, announce="none")
         async with agents.app.bus.listen("sessions") as events:
-            asked = await agents.operations.send(OPERATOR, wanted)
+            asked = await agents.operations.exchanges.send(OPERATOR, wanted)
             created = [
                 event for event in await agents.collect_events(events) if isinstance(event, SessionChanged)
             ]
@@ -177,7 +179,7 @@ async def test_a_main_session_is_founded_for_nobody_who_may_not_send_there(tmp_p
         missing = await agents.use("sessions_send", sessionKey="agent:helper:dashboard:x", message="x")
         for reference in ("agent:nobody:main", "agent:main:main:thread:1", "agent:main:dashboard:x"):
             with pytest.raises(NotFound):
-                await agents.operations.send(OPERATOR, SendRequest(session=reference, message="x"))
+                await agents.operations.exchanges.send(OPERATOR, SendRequest(session=reference, message="x"))
         assert [row["key"] for row in agents.rows("SELECT key FROM sessions")] == [MAIN]
         await agents.open_sessions(HELPER)
         hidden = await agents.use("sessions_send", sessionKey=HELPER, message="x")
@@ -246,7 +248,7 @@ async def test_without_a_timeout_the_sender_goes_on_at_once(tmp_path: Path) -> N
         assert set(said) == {"runId", "status", "sessionKey", "delivery", "replyBack"}
         assert (said["status"], said["sessionKey"]) == ("accepted", HELPER)
         assert said["delivery"]["status"] in {"queued", "started"}
-        assert not (await agents.operations.get_run(OPERATOR, said["runId"])).has_ended
+        assert not (await agents.operations.runs.get(OPERATOR, said["runId"])).has_ended
         helper.free.set()
         assert (await agents.wait_for_end(said["runId"])).reply == "at last"
         await agents.wait_until_idle()
@@ -275,7 +277,7 @@ async def test_a_timeout_says_that_the_message_is_there_and_the_reply_can_be_had
         await agents.wait_until_idle()
         request = exchange(agents)["id"]
         assert request in said
-        assert (await agents.operations.get_run(OPERATOR, request)).reply == "at last"
+        assert (await agents.operations.runs.get(OPERATOR, request)).reply == "at last"
         history = await agents.use("sessions_history", sessionKey=HELPER)
         assert [row["content"] for row in history["messages"][:2]] == [
             "well?",
@@ -292,7 +294,7 @@ async def test_a_message_behind_others_says_how_far_it_has_come(tmp_path: Path) 
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": helper}, clock=clock
     ) as agents:
-        await agents.operations.open(OPERATOR, MAIN)
+        await agents.operations.sessions.open(OPERATOR, MAIN)
         await agents.say("first", HELPER)
         await wait_for_event(helper.begun)
         sent = {"sessionKey": HELPER, "timeoutSeconds": 0, **CALM}
@@ -301,7 +303,7 @@ async def test_a_message_behind_others_says_how_far_it_has_come(tmp_path: Path) 
         second = await agents.use("sessions_send", message="third", **sent)
         assert first["delivery"] == {"status": "queued", "queuedMs": 0, "position": 1}
         assert second["delivery"] == {"status": "queued", "queuedMs": 0, "position": 2}
-        later = await agents.operations.send(
+        later = await agents.operations.exchanges.send(
             OPERATOR, SendRequest(message="fourth", session=HELPER, timeout_seconds=0.01, idempotency_key="k")
         )
         assert (later.status, later.delivery and later.delivery.position) == ("timeout", 3)
@@ -353,12 +355,12 @@ async def test_an_exchange_without_a_reply_records_why(tmp_path: Path, ending: s
             free.set()
         elif ending == "run_stopped":
             await wait_for_event(begun)
-            await agents.operations.stop(OPERATOR, HELPER)
+            await agents.operations.runs.stop(OPERATOR, HELPER)
         sent = await asyncio.wait_for(send, BOUND)
         assert (sent["status"], sent["replyBack"]) == ("error", {"turns": 0, "reason": ending})
-        [logged] = (await agents.operations.list_exchanges(OPERATOR)).exchanges
+        [logged] = (await agents.operations.exchanges.list(OPERATOR)).exchanges
         assert (logged.phase, logged.announced) == ("settled", ending)
-        assert (await agents.operations.get_exchange(OPERATOR, sent["runId"])).exchange.announced == ending
+        assert (await agents.operations.exchanges.get(OPERATOR, sent["runId"])).exchange.announced == ending
 
 
 async def _is_queued(agents: AgentsFixture) -> bool:
@@ -386,15 +388,15 @@ async def test_a_wait_can_be_dropped_and_taken_up_by_others_even_after_a_restart
     )
     async with open_agents_fixture(config, tmp_path, functions={"helper": helper}) as agents:
         await agents.open_sessions(HELPER)
-        waiting = asyncio.create_task(agents.operations.send(OPERATOR, wanted))
+        waiting = asyncio.create_task(agents.operations.exchanges.send(OPERATOR, wanted))
         await wait_for_event(helper.begun)
         waiting.cancel()
         await asyncio.wait([waiting], timeout=5)
     helper.free.set()
     async with open_agents_fixture(config, tmp_path, functions={"helper": helper}) as agents:
-        again = await agents.operations.send(OPERATOR, wanted)
+        again = await agents.operations.exchanges.send(OPERATOR, wanted)
         assert (again.run_id, again.status, again.reply) == ("mine", "ok", "at last")
-        assert (await agents.operations.wait(OPERATOR, "mine", 0)).reply == "at last"
+        assert (await agents.operations.runs.wait(OPERATOR, "mine", 0)).reply == "at last"
         said = [row["role"] for row in await agents.transcript(HELPER)]
         assert said == ["user", "assistant"]
 
@@ -404,7 +406,7 @@ async def test_the_policy_of_the_target_blocks_the_send_before_anything_is_there
     policy = {"sendPolicy": {"rules": [{"action": "deny", "match": {"channel": "discord"}}]}}
     async with open_agents_fixture(make_agents_config("helper", session=policy), tmp_path) as agents:
         await agents.open_sessions(MAIN, GROUP, HELPER)
-        await agents.operations.patch(OPERATOR, HELPER, SessionPatch(send_policy="deny"))
+        await agents.operations.sessions.patch(OPERATOR, HELPER, SessionPatch(send_policy="deny"))
         before = dump_database(tmp_path / DATABASE)
         for target in (GROUP, HELPER):
             said = await agents.use("sessions_send", sessionKey=target, message="hello")
@@ -436,13 +438,13 @@ async def test_a_key_that_another_requester_uses_is_an_error_that_shows_nothing(
     secret = SendRequest(session=HELPER, message="say the plan", idempotency_key="once", reply_back=0)
     async with open_agents_fixture(make_agents_config("helper", "other"), tmp_path) as agents:
         await agents.open_sessions(MAIN, HELPER, "agent:other:main")
-        first = await agents.operations.send(OPERATOR, secret, requester=MAIN)
+        first = await agents.operations.exchanges.send(OPERATOR, secret, requester=MAIN)
         await agents.wait_until_idle()
         before = dialogue(agents)
         for requester in ("agent:other:main", None):
             with pytest.raises(Conflict, match="already used"):
-                await agents.operations.send(OPERATOR, secret, requester=requester)
-        again = await agents.operations.send(OPERATOR, secret, requester=MAIN)
+                await agents.operations.exchanges.send(OPERATOR, secret, requester=requester)
+        again = await agents.operations.exchanges.send(OPERATOR, secret, requester=MAIN)
         assert (again.run_id, again.reply) == (first.run_id, "the plan")
         with pytest.raises(Conflict, match="already used"):
             await agents.say("say the plan", HELPER, idempotency_key="once")
@@ -699,7 +701,7 @@ async def test_who_is_not_there_to_answer_is_never_stepped(tmp_path: Path, reque
     async with open_agents_fixture(make_agents_config("helper", tools=tools), tmp_path) as agents:
         await agents.open_sessions(HELPER)
         if requester is None:
-            sent = await agents.operations.send(
+            sent = await agents.operations.exchanges.send(
                 OPERATOR, SendRequest(message="say say say more", session=HELPER)
             )
             assert sent.reply == "say say more"
@@ -897,10 +899,10 @@ async def test_an_announcement_that_the_policy_forbids_by_then_is_blocked_and_no
         await agents.open_sessions(GROUP)
         said = await agents.call_tool("sessions_send", sessionKey=GROUP, message="?", timeoutSeconds=0)
         await wait_for_event(helper.begun)
-        await agents.operations.patch(OPERATOR, GROUP, SessionPatch(send_policy="deny"))
+        await agents.operations.sessions.patch(OPERATOR, GROUP, SessionPatch(send_policy="deny"))
         helper.free.set()
         await agents.wait_until_idle()
-        assert (await agents.operations.get_run(OPERATOR, said["runId"])).reply == "at last"
+        assert (await agents.operations.runs.get(OPERATOR, said["runId"])).reply == "at last"
         assert discord.tries == []
         assert exchange(agents)["announced"] == "blocked"
         (delivery,) = agents.rows("SELECT state, error FROM deliveries")
@@ -908,17 +910,17 @@ async def test_an_announcement_that_the_policy_forbids_by_then_is_blocked_and_no
         words = [row["content"] for row in await agents.transcript(GROUP)]
         assert words[0] == "?" and words[-1] == [{"type": "text", "text": "announced"}]
         assert await shown(agents, GROUP) == ["?", "at last"]
-        await agents.operations.patch(OPERATOR, GROUP, SessionPatch(send_policy=None))
-        (blocked,) = (await agents.operations.list_deliveries(OPERATOR)).deliveries
-        await agents.operations.retry_delivery(OPERATOR, blocked.key)
+        await agents.operations.sessions.patch(OPERATOR, GROUP, SessionPatch(send_policy=None))
+        (blocked,) = (await agents.operations.deliveries.list(OPERATOR)).deliveries
+        await agents.operations.deliveries.retry(OPERATOR, blocked.key)
         await agents.wait_until_idle()
         assert await shown(agents, GROUP) == ["?", "at last", "announced"]
 
 
 async def shown(agents: AgentsFixture, key: str) -> list[str]:
     """What people see of a session; its last words are the same in a preview."""
-    page = await agents.operations.read_history(OPERATOR, key, HistoryFilter(without_internal=True))
-    [preview] = await agents.operations.preview(OPERATOR, [key])
+    page = await agents.operations.transcripts.read(OPERATOR, key, HistoryFilter(without_internal=True))
+    [preview] = await agents.operations.transcripts.preview(OPERATOR, [key])
     contents = [item["content"] for item in page.messages]
     texts = [content if isinstance(content, str) else content[0]["text"] for content in contents]
     assert [item.text for item in preview.items] == texts

@@ -12,7 +12,7 @@ from antiphon import keys
 from antiphon.engine.toolbox import ToolRequest
 from antiphon.errors import SpawnRefused
 from antiphon.messages import AssistantMessage
-from antiphon.operations import SendRequest, SpawnRequest
+from antiphon.operations.types import SendRequest, SpawnRequest
 from antiphon.runtimes import Prompt
 from support.agents_fixture import (
     HELPER,
@@ -50,11 +50,11 @@ async def test_a_sandboxed_agent_does_not_leave_its_sandbox_from_the_shared_sess
         said = await agents.call_tool("sessions_spawn", HELPER, task="say .", agentId="open")
         assert (said["status"], said["code"], said["reason"]) == ("forbidden", "spawn_refused", "sandbox")
         with pytest.raises(SpawnRefused) as refused:
-            await agents.operations.spawn(
+            await agents.operations.subagents.spawn(
                 OPERATOR, SpawnRequest(task="say .", agent_id="open"), requester=HELPER
             )
         assert refused.value.data["reason"] == "sandbox"
-        acting = await agents.operations.act_as(OPERATOR, HELPER)
+        acting = await agents.operations.sessions.act_as(OPERATOR, HELPER)
         assert (acting.actor.caller.agent_id, acting.actor.caller.sandboxed) == ("helper", True)
         assert agents.rows("SELECT * FROM tasks") == []
 
@@ -121,7 +121,7 @@ async def test_each_agent_that_waits_in_the_shared_session_is_woken(tmp_path: Pa
             sent = SendRequest(
                 session=session, message="go", timeout_seconds=0, announce="none", idempotency_key=f"{number}"
             )
-            await agents.operations.send(OPERATOR, sent)
+            await agents.operations.exchanges.send(OPERATOR, sent)
             assert (await agents.wait_for_end(f"{number}")).yielded == waits
         free.set()
         await agents.wait_until_idle()
@@ -156,13 +156,13 @@ async def test_a_report_for_the_parent_wakes_the_agent_that_asked_in_the_shared_
         if door == "chat":
             assert (await agents.ask("go", requester)).reply == "asked"
         elif door == "tool":
-            acting = (await agents.operations.act_as(OPERATOR, requester)).actor
+            acting = (await agents.operations.sessions.act_as(OPERATOR, requester)).actor
             arguments = {"task": "compute", "announce": "parent"}
             call = ToolRequest(caller=acting.caller, run_id="http:main", call_id="1", arguments=arguments)
             assert not (await acting.tools["sessions_spawn"].invoke(call)).is_error
         else:
             request = SpawnRequest(task="compute", announce="parent")
-            await agents.operations.spawn(OPERATOR, request, requester=requester)
+            await agents.operations.subagents.spawn(OPERATOR, request, requester=requester)
         await agents.wait_until_idle()
         [task] = agents.rows("SELECT agent_id, outcome, announced FROM tasks")
         assert task == {"agent_id": asking, "outcome": "ok", "announced": "parent"}
@@ -193,7 +193,7 @@ async def test_replies_to_the_shared_session_are_answered_by_the_agent_that_wrot
     ) as agents:
         await agents.open_sessions(MAIN, there)
         await agents.ask("go", HELPER)
-        await agents.operations.send(
+        await agents.operations.exchanges.send(
             OPERATOR, SendRequest(session=there, message="hello", reply_back=1), requester=HELPER
         )
         await agents.wait_until_idle()

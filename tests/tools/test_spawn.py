@@ -17,10 +17,12 @@ import pytest
 from antiphon.clock import ManualClock
 from antiphon.engine.collaboration import attachments
 from antiphon.engine.collaboration.attachments import AttachmentReceipt, SpawnAttachment
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
 from antiphon.errors import Conflict, SpawnRefused
 from antiphon.messages import AssistantMessage, Cost, TokenUsage, UserMessage
-from antiphon.operations import HistoryFilter, Operations, SessionPatch, SpawnRequest
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import SessionPatch, SpawnRequest
 from antiphon.runtimes import Prompt
 from support.agents_fixture import (
     HELPER,
@@ -116,7 +118,7 @@ async def test_a_spawn_returns_at_once_and_everything_is_there(tmp_path: Path) -
         )
         (child,) = agents.rows("SELECT * FROM sessions WHERE key = ?", said["childSessionKey"])
         assert (child["parent_key"], child["depth"], child["role"]) == (MAIN, 1, "leaf")
-        assert not (await agents.operations.get_run(OPERATOR, said["runId"])).has_ended
+        assert not (await agents.operations.runs.get(OPERATOR, said["runId"])).has_ended
         await wait_for_event(helper.begun)
         (entry,) = await agents.transcript(said["childSessionKey"])
         assert entry["content"] == "work"
@@ -177,12 +179,12 @@ async def test_the_same_key_with_anything_else_is_an_error(tmp_path: Path, other
 async def test_the_same_key_for_another_session_is_an_error(tmp_path: Path) -> None:
     async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
         wanted = SpawnRequest(task="say one", idempotency_key="once")
-        first = await agents.operations.spawn(OPERATOR, wanted)
+        first = await agents.operations.subagents.spawn(OPERATOR, wanted)
         for same in ("main", MAIN):
-            again = await agents.operations.spawn(OPERATOR, wanted, requester=same)
+            again = await agents.operations.subagents.spawn(OPERATOR, wanted, requester=same)
             assert again.child_session_key == first.child_session_key
         with pytest.raises(Conflict):
-            await agents.operations.spawn(OPERATOR, wanted, requester=HELPER)
+            await agents.operations.subagents.spawn(OPERATOR, wanted, requester=HELPER)
         await agents.wait_until_idle()
 
 
@@ -909,19 +911,19 @@ async def test_a_report_to_a_chat_that_may_not_be_written_to_is_blocked_and_stil
     discord = RecordingChannel()
     group = "agent:main:discord:group:g1"
     async with open_agents_fixture(make_agents_config(), tmp_path, channels={"discord": discord}) as agents:
-        await agents.operations.patch(OPERATOR, group, SessionPatch(send_policy="deny"))
+        await agents.operations.sessions.patch(OPERATOR, group, SessionPatch(send_policy="deny"))
         await agents.use("sessions_spawn", group, task="say found")
         await agents.wait_until_idle()
         assert discord.tries == [] and task_of(agents)["announced"] == "blocked"
         assert len(noted(await agents.transcript(group))) == 1
         wanted = HistoryFilter(without_internal=True)
-        assert (await agents.operations.read_history(OPERATOR, group, wanted)).messages == []
-        await agents.operations.patch(OPERATOR, group, SessionPatch(send_policy=None))
-        (delivery,) = (await agents.operations.list_deliveries(OPERATOR)).deliveries
-        await agents.operations.retry_delivery(OPERATOR, delivery.key)
+        assert (await agents.operations.transcripts.read(OPERATOR, group, wanted)).messages == []
+        await agents.operations.sessions.patch(OPERATOR, group, SessionPatch(send_policy=None))
+        (delivery,) = (await agents.operations.deliveries.list(OPERATOR)).deliveries
+        await agents.operations.deliveries.retry(OPERATOR, delivery.key)
         await agents.wait_until_idle()
         assert len(discord.posts) == 1 and task_of(agents)["announced"] == "delivered"
-        assert len((await agents.operations.read_history(OPERATOR, group, wanted)).messages) == 1
+        assert len((await agents.operations.transcripts.read(OPERATOR, group, wanted)).messages) == 1
 
 
 @pytest.mark.requirement("G6", "P4")
@@ -977,7 +979,7 @@ async def test_a_child_is_archived_when_its_time_after_the_announcement_is_over(
 
 
 async def listed(agents: AgentsFixture, key: str) -> Any:
-    return (await agents.operations.get_session_status(OPERATOR, key)).session
+    return (await agents.operations.sessions.get_status(OPERATOR, key)).session
 
 
 @pytest.mark.requirement("P7", "003-archive")
@@ -1197,7 +1199,7 @@ async def test_the_guard_holds_for_an_operator_who_spawns_for_a_sandboxed_sessio
     config = make_agents_config({"id": "main", "default": True, **BOXED}, "helper")
     async with open_agents_fixture(config, tmp_path) as agents:
         with pytest.raises(SpawnRefused) as refused:
-            await agents.operations.spawn(OPERATOR, SpawnRequest(task="say .", agent_id="helper"))
+            await agents.operations.subagents.spawn(OPERATOR, SpawnRequest(task="say .", agent_id="helper"))
         assert refused.value.data["reason"] == "sandbox"
         assert agents.rows("SELECT * FROM tasks") == []
 

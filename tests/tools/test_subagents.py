@@ -191,7 +191,7 @@ async def test_stopping_the_parent_stops_its_children_and_wakes_nobody(tmp_path:
         await agents.ask("go")
         for job in nursery.jobs:
             await wait_for_event(nursery.begun[job])
-        await agents.operations.stop(OPERATOR, MAIN)
+        await agents.operations.runs.stop(OPERATOR, MAIN)
         await agents.wait_until_idle()
         assert marks(await agents.transcript()) == ["subagent_result", "subagent_result"]
         assert {row["outcome"] for row in tasks(agents).values()} == {"cancelled"}
@@ -310,7 +310,7 @@ async def test_a_child_that_is_steered_keeps_its_task_and_reports_once(tmp_path:
         after = tasks(agents)["dig deep"]
         assert (after["id"], after["child_key"]) == (before["id"], before["child_key"])
         assert (after["outcome"], after["result"]) == ("ok", "did look up")
-        assert (await agents.operations.get_run(OPERATOR, before["id"])).state == "cancelled"
+        assert (await agents.operations.runs.get(OPERATOR, before["id"])).state == "cancelled"
         assert marks(await agents.transcript()) == ["subagent_result", "wake"]
         assert len(agents.rows("SELECT * FROM deliveries")) == 1
         (steered,) = [
@@ -411,7 +411,7 @@ async def test_the_report_of_a_worker_whose_manager_is_deleted_goes_further_up_a
     ) as agents:
         manager = await under_way(tree, agents)
         worker = tasks(agents)["work"]["child_key"]
-        assert await agents.operations.delete(OPERATOR, manager)
+        assert await agents.operations.sessions.delete(OPERATOR, manager)
         await agents.wait_until_idle()
         reports = {
             row["provenance"]["sourceSessionKey"]: row["content"][0]["text"]
@@ -585,7 +585,7 @@ async def test_a_requester_that_is_deleted_is_not_brought_back(tmp_path: Path) -
     async with open_agents_fixture(config, tmp_path, functions={"helper": helper}) as agents:
         await agents.open_sessions(group)
         await agents.use("sessions_spawn", group, task="work", agentId="helper")
-        assert await agents.operations.delete(OPERATOR, group)
+        assert await agents.operations.sessions.delete(OPERATOR, group)
         await agents.wait_until_idle()
         assert agents.rows("SELECT * FROM sessions WHERE key = ?", group) == []
         assert tasks(agents)["work"]["outcome"] in {"ok", "cancelled"}
@@ -621,7 +621,7 @@ async def test_a_report_that_waits_for_its_turn_is_not_lost_when_the_requester_i
             return tasks(agents)["dig deep"]["phase"] == "settled"
 
         await agents.until(reported)
-        await agents.operations.stop(OPERATOR, MAIN)
+        await agents.operations.runs.stop(OPERATOR, MAIN)
         await agents.wait_until_idle()
         assert marks(await agents.transcript()) == ["subagent_result"]
 
@@ -758,9 +758,9 @@ async def test_a_list_has_the_beginning_of_long_texts_and_no_secret(
             return clear(text)
 
         monkeypatch.setattr(sanitize, "sanitize_for_people", cleared)
-        found = await agents.operations.list_subagents(OPERATOR, MAIN)
+        found = await agents.operations.subagents.list(OPERATOR, MAIN)
         assert threads == set(), "a list needs no report"
-        report = await agents.operations.get_subagent_report(OPERATOR, found[0].run_id)
+        report = await agents.operations.subagents.get_report(OPERATOR, found[0].run_id)
         assert report is not None and report.startswith("Status: ok\nResult: ")
         assert threads and threading.get_ident() not in threads
 
@@ -777,14 +777,14 @@ async def test_a_report_is_for_whoever_may_read_the_session_that_asked_for_it(tm
         said = await agents.use("sessions_spawn", task=long, announce="none")
         await wait_for_event(nursery.begun[long])
         me, other = Caller.agent("main", MAIN), Caller.agent("helper", HELPER)
-        assert await agents.operations.get_subagent_report(me, said["runId"]) is None
+        assert await agents.operations.subagents.get_report(me, said["runId"]) is None
         nursery.free[long].set()
         await agents.wait_until_idle()
-        whole = await agents.operations.get_subagent_report(me, said["runId"])
+        whole = await agents.operations.subagents.get_report(me, said["runId"])
         assert whole == f"Status: ok\nResult: did {long}", "nobody was told of it, and it is all there"
         for caller, run_id in ((other, said["runId"]), (me, "nothing")):
             with pytest.raises(NotFound, match="no sub-agent"):
-                await agents.operations.get_subagent_report(caller, run_id)
+                await agents.operations.subagents.get_report(caller, run_id)
 
 
 @pytest.mark.requirement("A2", "G22")

@@ -162,7 +162,7 @@ async def test_status_is_of_the_current_session_unless_another_is_named(tmp_path
         own = await call_tool(app, "session_status")
         assert (own["sessionKey"], own["session"]["sessionId"]) == (
             "main",
-            (await app.operations.describe(OPERATOR, MAIN)).session_id,
+            (await app.operations.sessions.describe(OPERATOR, MAIN)).session_id,
         )
         assert (own["runs"], [line["calls"] for line in own["usage"]]) == ([], [1])
         assert "modelOverride" not in own["session"]

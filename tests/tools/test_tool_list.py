@@ -11,7 +11,7 @@ import pytest
 
 from antiphon.access import Caller
 from antiphon.messages import CompactionEntry, ImageBlock, UserMessage
-from antiphon.operations import SessionPatch
+from antiphon.operations.types import SessionPatch
 from antiphon.store.listing import SQL
 from antiphon.tools._bounds import MAX_LIST_RESULT_BYTES
 from support.app_fixture import MAIN, OPERATOR, AppFixture, make_config, open_app_fixture
@@ -96,7 +96,7 @@ async def furnish(app: AppFixture) -> None:
 async def test_a_row_has_exactly_the_agreed_names(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, answer_briefly, config=make_config(MODELS)) as app:
         await furnish(app)
-        session_id = (await app.operations.describe(OPERATOR, CHILD)).session_id
+        session_id = (await app.operations.sessions.describe(OPERATOR, CHILD)).session_id
         file = tmp_path / "transcripts" / f"{session_id}.jsonl"
         file.parent.mkdir()
         file.touch()
@@ -134,11 +134,11 @@ async def test_the_model_of_a_row_is_one_that_spawn_takes_and_its_window_is_the_
         rows = {row["key"]: row for row in (await call_tool(app, "sessions_list"))["sessions"]}
         for key, name, window in ((CHILD, "local/m-main", 32_000), ("main", "local/m-main", 32_000)):
             assert (rows[key]["model"], rows[key]["contextTokens"]) == (name, window)
-            assert app.operations.config.find_model(rows[key]["model"])
-        await app.operations.patch(OPERATOR, MAIN, SessionPatch(model="local/other"))
+            assert app.operations.context.config.find_model(rows[key]["model"])
+        await app.operations.sessions.patch(OPERATOR, MAIN, SessionPatch(model="local/other"))
         rows = {row["key"]: row for row in (await call_tool(app, "sessions_list"))["sessions"]}
         assert (rows["main"]["model"], rows["main"]["contextTokens"]) == ("local/other", 8_000)
-        view = await app.operations.describe(OPERATOR, CHILD)
+        view = await app.operations.sessions.describe(OPERATOR, CHILD)
         assert (view.context_tokens, view.used_tokens) == (32_000, 5)
 
 
@@ -168,7 +168,7 @@ async def test_numbers_are_clamped_and_filters_narrow(tmp_path: Path) -> None:
             "cron:2",
         ]
         assert keys_of(await call_tool(app, "sessions_list", label="l")) == [CHILD]
-        await app.operations.patch(OPERATOR, CHILD, SessionPatch(display_name="desert planet"))
+        await app.operations.sessions.patch(OPERATOR, CHILD, SessionPatch(display_name="desert planet"))
         assert keys_of(await call_tool(app, "sessions_list", search="plan", kinds=["other"])) == [CHILD]
         assert len(keys_of(await call_tool(app, "sessions_list", spawnedBy="current"))) == 4
         assert keys_of(await call_tool(app, "sessions_list", agentId="helper")) == []

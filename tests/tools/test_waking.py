@@ -13,7 +13,7 @@ import pytest
 from antiphon.engine.jobs.jobs import AgentTurn, AnnounceDelivery, JobSpec
 from antiphon.engine.jobs.schedule import EverySchedule
 from antiphon.messages import AssistantMessage
-from antiphon.operations import SendRequest
+from antiphon.operations.types import SendRequest
 from antiphon.runtimes import Prompt
 from antiphon.store.migrations import load_migrations
 from support.agents_fixture import (
@@ -94,11 +94,11 @@ async def test_a_target_that_waits_longer_than_the_sender_has_not_answered_yet(t
     ) as agents:
         await agents.open_sessions(HELPER)
         wanted = SendRequest(message="well?", session=HELPER, timeout_seconds=0.3, idempotency_key="k")
-        sent = await agents.operations.send(OPERATOR, wanted)
+        sent = await agents.operations.exchanges.send(OPERATOR, wanted)
         assert (sent.status, sent.reply) == ("timeout", None)
         held.set()
         await agents.wait_until_idle()
-        again = await agents.operations.send(OPERATOR, wanted)
+        again = await agents.operations.exchanges.send(OPERATOR, wanted)
         assert (again.status, again.reply) == ("ok", "the answer is 42")
 
 
@@ -198,7 +198,12 @@ async def test_a_wait_for_a_target_that_has_yielded_ends_when_it_is_stopped(tmp_
         wanted = {"sessionKey": target, "message": "well?", "timeoutSeconds": 10 * BOUND}
         send = asyncio.create_task(agents.use("sessions_send", **wanted))
         await has_yielded(agents)
-        await getattr(agents.operations, how)(OPERATOR, target)
+        ends = {
+            "stop": agents.operations.runs.stop,
+            "reset": agents.operations.conversations.reset,
+            "delete": agents.operations.sessions.delete,
+        }
+        await ends[how](OPERATOR, target)
         sent = await asyncio.wait_for(send, BOUND)
         assert (sent["status"], sent.get("reply")) == ("error", None)
         assert "before it answered" in sent["error"]
@@ -259,8 +264,8 @@ async def test_a_job_that_delegates_announces_the_answer_and_nothing_before_it(t
             payload=AgentTurn(message="go"),
             delivery=AnnounceDelivery(channel="pigeon", to="bob"),
         )
-        job = await agents.app.schedules.add(OPERATOR, spec)
-        await agents.app.schedules.run(OPERATOR, job.id)
+        job = await agents.app.operations.jobs.add(OPERATOR, spec)
+        await agents.app.operations.jobs.run(OPERATOR, job.id)
 
         async def posted() -> bool:
             return bool(pigeon.posts)
@@ -296,7 +301,7 @@ async def test_what_was_stopped_is_not_waited_for(tmp_path: Path) -> None:
     async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": main}) as agents:
         await agents.ask("stubborn")
         await asyncio.wait_for(stubborn.wait(), BOUND)
-        await agents.operations.stop(OPERATOR, MAIN)
+        await agents.operations.runs.stop(OPERATOR, MAIN)
         await agents.ask("quick")
 
         async def woken() -> bool:
@@ -346,7 +351,7 @@ async def test_a_conversation_that_is_stopped_is_not_announced(tmp_path: Path) -
         await agents.open_sessions(MAIN, HELPER)
         await agents.use("sessions_send", sessionKey=HELPER, message="hello")
         await asyncio.wait_for(begun.wait(), BOUND)
-        await agents.operations.stop(OPERATOR, HELPER)
+        await agents.operations.runs.stop(OPERATOR, HELPER)
         await agents.wait_until_idle()
         assert agents.rows("SELECT announced FROM exchanges") == [{"announced": "cancelled"}]
         assert agents.rows("SELECT 1 FROM deliveries") == []
@@ -362,7 +367,7 @@ async def test_a_key_whose_session_is_gone_is_no_ticket_to_another(tmp_path: Pat
         given = {"message": "say hello", "idempotencyKey": "k", "replyBack": 0}
         assert (await agents.use("sessions_send", sessionKey=child, **given))["status"] == "ok"
         await agents.wait_until_idle()
-        await agents.operations.delete(OPERATOR, child)
+        await agents.operations.sessions.delete(OPERATOR, child)
         refused = await agents.use("sessions_send", sessionKey=denied, **given)
         assert (refused["status"], refused["code"]) == ("error", "conflict")
         assert not agents.rows(

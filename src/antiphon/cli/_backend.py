@@ -12,12 +12,13 @@ from antiphon.cli._options import Settings
 from antiphon.errors import AntiphonError, NotFound, StoreFull, StoreLocked, StoreReadOnly
 
 if TYPE_CHECKING:
-    from antiphon import views
     from antiphon.bus import Event
     from antiphon.client import Client
     from antiphon.client.connection import Site
-    from antiphon.filters import HistoryFilter, ListFilter
-    from antiphon.operations import IncomingMessage, Operations, SendRequest, SpawnRequest, StopView
+    from antiphon.engine.sessions.transcripts import HistoryFilter
+    from antiphon.operations import types as views
+    from antiphon.operations.operations import Operations
+    from antiphon.operations.types import IncomingMessage, ListFilter, SendRequest, SpawnRequest, StopView
 
 MAX_SESSIONS_COMPARED = 200  # the most recent ones, to suggest one for a mistyped name
 MAX_INDEXING_SECONDS = 5.0  # how long a search waits for the index
@@ -69,88 +70,88 @@ class LocalBackend:
         self._caller = Caller.operator()
 
     async def submit(self, message: IncomingMessage) -> views.MessageReceipt:
-        return await self._operations.submit(self._caller, message)
+        return await self._operations.messages.submit(self._caller, message)
 
     async def wait(self, run_id: str, timeout: float) -> views.RunView:
-        return await self._operations.wait(self._caller, run_id, timeout)
+        return await self._operations.runs.wait(self._caller, run_id, timeout)
 
     async def unfinished(self, session: str) -> list[str]:
-        return await self._operations.list_unfinished_runs(self._caller, session)
+        return await self._operations.runs.list_unfinished(self._caller, session)
 
     async def stop(self, session: str, run_id: str | None = None) -> StopView:
-        return await self._operations.stop(self._caller, session, run_id)
+        return await self._operations.runs.stop(self._caller, session, run_id)
 
     async def list(self, wanted: ListFilter) -> views.SessionPage:
-        return await self._operations.list(self._caller, wanted)
+        return await self._operations.sessions.list(self._caller, wanted)
 
     async def describe(self, session: str) -> views.SessionView:
-        return await self._operations.describe(self._caller, session)
+        return await self._operations.sessions.describe(self._caller, session)
 
     async def history(self, session: str, wanted: HistoryFilter) -> views.HistoryPage:
-        return await self._operations.read_history(self._caller, session, wanted)
+        return await self._operations.transcripts.read(self._caller, session, wanted)
 
     async def conversations(self, session: str) -> list[views.ConversationView]:
-        return await self._operations.list_conversations(self._caller, session)
+        return await self._operations.conversations.list(self._caller, session)
 
     async def search(
         self, query: str, *, session: str | None, agent_id: str | None, limit: int
     ) -> views.SearchPage:
-        return await self._operations.search(
+        return await self._operations.search.find(
             self._caller, query, session=session, agent_id=agent_id, limit=limit
         )
 
     def follow(self, session: str, after: int | None = None) -> AsyncGenerator[Event]:
-        return self._operations.follow(self._caller, session, after)
+        return self._operations.transcripts.follow(self._caller, session, after)
 
     async def open(self, session: str) -> views.SessionView:
-        return await self._operations.open(self._caller, session)
+        return await self._operations.sessions.open(self._caller, session)
 
     async def renew(self, session: str, expected: str | None = None) -> views.SessionView:
-        return await self._operations.renew(self._caller, session, expected=expected)
+        return await self._operations.conversations.renew(self._caller, session, expected=expected)
 
     async def restore(self, session_id: str) -> views.SessionView:
-        return await self._operations.restore(self._caller, session_id)
+        return await self._operations.conversations.restore(self._caller, session_id)
 
     async def label(self, session: str, text: str | None) -> views.SessionView:
-        from antiphon.operations import SessionPatch
+        from antiphon.operations.types import SessionPatch
 
-        return await self._operations.patch(self._caller, session, SessionPatch(label=text))
+        return await self._operations.sessions.patch(self._caller, session, SessionPatch(label=text))
 
     async def delete(self, session: str, expected: str) -> bool:
-        return await self._operations.delete(self._caller, session, expected=expected)
+        return await self._operations.sessions.delete(self._caller, session, expected=expected)
 
     async def send(self, wanted: SendRequest, requester: str) -> views.SendResult:
-        return await self._operations.send(self._caller, wanted, requester=requester)
+        return await self._operations.exchanges.send(self._caller, wanted, requester=requester)
 
     async def spawn(self, wanted: SpawnRequest, requester: str) -> views.SpawnResult:
-        return await self._operations.spawn(self._caller, wanted, requester=requester)
+        return await self._operations.subagents.spawn(self._caller, wanted, requester=requester)
 
     async def tasks(self, session: str) -> list[views.TaskView]:
-        return await self._operations.list_subagents(self._caller, session)
+        return await self._operations.subagents.list(self._caller, session)
 
     async def task_report(self, run_id: str) -> str | None:
-        return await self._operations.get_subagent_report(self._caller, run_id)
+        return await self._operations.subagents.get_report(self._caller, run_id)
 
     async def roster(self) -> list[views.AgentCard]:
-        return await self._operations.list_agents(self._caller)
+        return await self._operations.agents.list(self._caller)
 
     async def exchanges(
         self, session: str | None, *, unsettled: bool, limit: int, cursor: str | None = None
     ) -> views.ExchangePage:
-        return await self._operations.list_exchanges(
+        return await self._operations.exchanges.list(
             self._caller, session, unsettled=unsettled, limit=limit, cursor=cursor
         )
 
     async def exchange(self, reference: str) -> views.ExchangeDetail:
-        return await self._operations.get_exchange(self._caller, reference)
+        return await self._operations.exchanges.get(self._caller, reference)
 
     async def deliveries(
         self, state: str | None, limit: int, cursor: str | None = None
     ) -> views.DeliveryPage:
-        return await self._operations.list_deliveries(self._caller, state, limit, cursor)
+        return await self._operations.deliveries.list(self._caller, state, limit, cursor)
 
     async def deliver_again(self, key: str) -> views.DeliveryView:
-        return await self._operations.retry_delivery(self._caller, key)
+        return await self._operations.deliveries.retry(self._caller, key)
 
 
 def _ignore_change(_: str) -> None: ...
@@ -204,7 +205,7 @@ async def _find_similar_session(desk: Backend, reference: str) -> str | None:
     """The session whose key, label or agent id is most similar to the reference; None if none is."""
     from difflib import get_close_matches
 
-    from antiphon.filters import ListFilter
+    from antiphon.operations.types import ListFilter
 
     try:
         rows = (await desk.list(ListFilter(limit=MAX_SESSIONS_COMPARED))).sessions

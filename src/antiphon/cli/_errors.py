@@ -18,7 +18,7 @@ from antiphon.cli._output import clean_text, escape_control_characters
 from antiphon.errors import AntiphonError, Forbidden, ProviderError, TooManyFailures, Unauthorized
 
 if TYPE_CHECKING:
-    from antiphon.views import RunView
+    from antiphon.operations.types import RunView
 
 INTERRUPTED_EXIT_CODE = 130
 MAX_PROBLEMS_SHOWN = 20

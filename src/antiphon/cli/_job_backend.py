@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -14,14 +14,11 @@ from antiphon.cli._backend import LocalBackend, make_gateway_client
 from antiphon.cli._name_lookup import find_by_name
 from antiphon.cli._options import Settings
 from antiphon.cli._wait import wait_for_run_end
-from antiphon.job_operations import JobFireResult, JobOperations, JobPatch, JobSpec, JobView, parse_job_input
-from antiphon.views import RunView
+from antiphon.operations.jobs import JobFireResult, JobOperations, JobPatch, JobSpec, JobView, parse_job_input
+from antiphon.operations.types import RunView
 
 if TYPE_CHECKING:
     from antiphon.client import Client
-    from antiphon.config import Config
-    from antiphon.engine.worker import Worker
-    from antiphon.store import Store
 
 
 class JobBackend(Protocol):
@@ -63,24 +60,24 @@ class _GatewayJobBackend:
 
 
 class _StoreJobBackend:
-    def __init__(self, schedules: JobOperations) -> None:
-        self._schedules = schedules
+    def __init__(self, jobs: JobOperations) -> None:
+        self._jobs = jobs
         self._caller = Caller.operator()
 
     async def list(self) -> Sequence[JobView]:
-        return await self._schedules.list(self._caller, include_disabled=True)
+        return await self._jobs.list(self._caller, include_disabled=True)
 
     async def add(self, job: dict[str, Any]) -> JobView:
-        return await self._schedules.add(self._caller, parse_job_input(JobSpec, job))
+        return await self._jobs.add(self._caller, parse_job_input(JobSpec, job))
 
     async def update(self, job_id: str, patch: dict[str, Any]) -> JobView:
-        return await self._schedules.update(self._caller, job_id, parse_job_input(JobPatch, patch))
+        return await self._jobs.update(self._caller, job_id, parse_job_input(JobPatch, patch))
 
     async def remove(self, job_id: str) -> bool:
-        return await self._schedules.remove(self._caller, job_id)
+        return await self._jobs.remove(self._caller, job_id)
 
     async def list_runs(self, job_id: str, limit: int) -> Sequence[RunView]:
-        return await self._schedules.list_runs(self._caller, job_id, limit)
+        return await self._jobs.list_runs(self._caller, job_id, limit)
 
 
 async def find_job(timetable: JobBackend, reference: str) -> JobView:
@@ -96,11 +93,11 @@ async def open_jobs_for_reading(settings: Settings) -> AsyncGenerator[JobBackend
         async with client:
             yield _GatewayJobBackend(client)
         return
-    from antiphon.state_access import open_store_readonly
+    from antiphon.state_access import open_operations_readonly
 
     config = settings.load_config_lazily()
-    async with open_store_readonly(config, settings.paths.state_dir) as store:
-        yield _StoreJobBackend(_make_idle_schedules(config, store))
+    async with open_operations_readonly(config, settings.paths.state_dir) as operations:
+        yield _StoreJobBackend(operations.jobs)
 
 
 @asynccontextmanager
@@ -110,11 +107,12 @@ async def open_jobs_for_changes(settings: Settings) -> AsyncGenerator[JobBackend
         async with client:
             yield _GatewayJobBackend(client)
         return
-    from antiphon.state_access import open_store_exclusive
+    from antiphon.state_access import create_operations, open_store_exclusive
+    from antiphon.store.statedir import StateDir
 
-    config = settings.load().config
-    async with open_store_exclusive(config, settings.paths.state_dir) as store:
-        yield _StoreJobBackend(_make_idle_schedules(config, store))
+    config, home = settings.load().config, StateDir.open_unlocked(settings.paths.state_dir)
+    async with open_store_exclusive(config, home.path) as store:
+        yield _StoreJobBackend(create_operations(config, store, home).jobs)
 
 
 async def fire_job(settings: Settings, reference: str) -> JobFireResult:
@@ -132,8 +130,8 @@ async def fire_job(settings: Settings, reference: str) -> JobFireResult:
     await require_no_live_replicas(config, settings.paths.state_dir)
     configure_logging(settings.paths.state_dir, debug=settings.debug)
     async with open_app(config, settings.paths.state_dir) as opened:
-        job_id = (await find_job(_StoreJobBackend(opened.schedules), reference)).id
-        view = await opened.schedules.run(Caller.operator(), job_id)
+        job_id = (await find_job(_StoreJobBackend(opened.operations.jobs), reference)).id
+        view = await opened.operations.jobs.run(Caller.operator(), job_id)
         if view.run_id:
             await wait_for_run_end(LocalBackend(opened.operations), view.run_id)
         return view
@@ -142,16 +140,3 @@ async def fire_job(settings: Settings, reference: str) -> JobFireResult:
 def _make_idempotency_params() -> dict[str, str]:
     """Return an idempotency key, so that the call can be repeated after the connection was lost."""
     return {"idempotencyKey": str(uuid.uuid4())}
-
-
-def _make_idle_schedules(config: Config, store: Store) -> JobOperations:
-    """Return job operations for a store in which nothing runs: jobs can be read and changed, but none fires."""
-    from antiphon.bus.local import LocalBus
-    from antiphon.engine.jobs.jobs import FiringContext
-    from antiphon.engine.jobs.scheduler import Scheduler
-    from antiphon.engine.sessions.resolver import SessionResolver
-
-    clock, context = store.clock, FiringContext(config, SessionResolver(config))
-    no_engine = cast("Worker", None)  # only a running scheduler uses the engine, and this one does not run
-    scheduler = Scheduler(context=context, store=store, bus=LocalBus(), clock=clock, engine=no_engine)
-    return JobOperations(store=store, clock=clock, scheduler=scheduler)

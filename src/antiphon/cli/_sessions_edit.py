@@ -12,7 +12,7 @@ from antiphon.cli import _output
 from antiphon.cli._options import Settings, common_options, gateway_options
 
 if TYPE_CHECKING:
-    from antiphon.views import SessionView
+    from antiphon.operations.types import SessionView
 
 
 @click.command()
@@ -120,15 +120,15 @@ def _confirm_delete(session: str) -> bool:
 async def _load_deletable_session(settings: Settings, reference: str) -> SessionView:
     """Return the session; raise if it cannot be deleted, or if the reference names an earlier conversation of it."""
     from antiphon.cli._backend import open_backend_for_reading
-    from antiphon.filters import HistoryFilter
-    from antiphon.operations import request_validation
+    from antiphon.engine.sessions.transcripts import HistoryFilter
+    from antiphon.operations import validation
 
     async with open_backend_for_reading(settings) as desk:
         named = await desk.history(reference, HistoryFilter(limit=1))
         session = await desk.describe(named.session_key)
     if named.session_id != session.session_id:
-        raise request_validation.build_conversation_ended_error(reference)
-    request_validation.require_deletable_key(session.key)
+        raise validation.build_conversation_ended_error(reference)
+    validation.require_deletable_key(session.key)
     return session
 
 

@@ -12,8 +12,7 @@ from antiphon.cli._param_types import FiniteNumberParam
 from antiphon.cli.send import MAX_WAIT_SECONDS, print_run_outcome
 
 if TYPE_CHECKING:
-    from antiphon.operations import IncomingMessage
-    from antiphon.views import RunView
+    from antiphon.operations.types import IncomingMessage, RunView
 
 
 @click.command(help="Let an agent do one thing, and print its answer.")
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 @common_options
 @click.pass_obj
 def command(settings: Settings, text: str, agent: str | None, key: str | None, timeout: float | None) -> int:
-    from antiphon.operations import IncomingMessage
+    from antiphon.operations.types import IncomingMessage
 
     message = IncomingMessage(
         session=get_session_reference(agent, key), content=text, origin="agent", timeout_seconds=timeout

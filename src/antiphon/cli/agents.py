@@ -11,7 +11,7 @@ from antiphon.cli import _output
 from antiphon.cli._options import Settings, common_options, gateway_options
 
 if TYPE_CHECKING:
-    from antiphon.views import AgentCard
+    from antiphon.operations.types import AgentCard
 
 NO_MESSAGING_HINT = (
     "No agent can message another. To allow it, set tools.sessions.visibility to 'all' and tools.agentToAgent.enabled"

@@ -13,8 +13,8 @@ from antiphon.cli._options import Settings, common_options, gateway_options
 from antiphon.cli._param_types import IntervalParam
 
 if TYPE_CHECKING:
-    from antiphon.job_operations import JobFireResult, JobView
-    from antiphon.views import RunView
+    from antiphon.operations.jobs import JobFireResult, JobView
+    from antiphon.operations.types import RunView
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_REPLY_CHARS = 60  # of a reply in a table on a terminal; --json has the whole text

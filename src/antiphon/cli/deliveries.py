@@ -12,7 +12,7 @@ from antiphon.cli import _output
 from antiphon.cli._options import Settings, common_options, gateway_options
 
 if TYPE_CHECKING:
-    from antiphon.views import DeliveryPage, DeliveryView
+    from antiphon.operations.types import DeliveryPage, DeliveryView
 
 F = TypeVar("F", bound=Callable[..., Any])
 DELIVERY_STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "dead")

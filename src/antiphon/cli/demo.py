@@ -192,16 +192,16 @@ async def _play_scenes(
     presenter: _JsonPresenter | _DiagramPresenter, state_dir: Path, *, debug: bool, keep: bool
 ) -> None:
     from antiphon.access import Caller
-    from antiphon.operations import IncomingMessage
+    from antiphon.operations.types import IncomingMessage
 
     start = time.monotonic()
     operator = Caller.operator()
     builder = MoveBuilder(NAMES_BY_SESSION_KEY, PERSON_NAME, _strip_script_lines)
     async with _open_demo_app(state_dir, debug=debug) as (app, listener):
-        await app.operations.open(operator, HELPER_SESSION_KEY)
+        await app.operations.sessions.open(operator, HELPER_SESSION_KEY)
         for scene in DEMO_SCENES:
             await presenter.begin_scene(scene.title)
-            await app.operations.submit(
+            await app.operations.messages.submit(
                 operator, IncomingMessage(session=MAIN_SESSION_KEY, content=scene.message)
             )
             while not scene.ends <= builder.finished:
@@ -262,8 +262,8 @@ async def _build_summary(app: App, builder: MoveBuilder, seconds: float) -> Demo
     from antiphon.access import Caller
 
     operator = Caller.operator()
-    page = await app.operations.list_deliveries(operator)
-    tasks = await app.operations.list_subagents(operator, MAIN_SESSION_KEY)
+    page = await app.operations.deliveries.list(operator)
+    tasks = await app.operations.subagents.list(operator, MAIN_SESSION_KEY)
     if set(page.standing) != {"delivered"} or any(task.phase != "settled" for task in tasks):
         raise _make_demo_error("a delivery or a sub-agent has not finished")
     return DemoSummary(

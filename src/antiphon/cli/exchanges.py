@@ -12,7 +12,7 @@ from antiphon.cli import _output
 from antiphon.cli._options import Settings, common_options, gateway_options
 
 if TYPE_CHECKING:
-    from antiphon.views import ExchangeDetail, ExchangePage
+    from antiphon.operations.types import ExchangeDetail, ExchangePage
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_TEXT_CHARS = 40  # of a text in a table on a terminal; `exchanges show` prints the whole text

@@ -14,8 +14,7 @@ from antiphon.cli._options import Settings, common_options, gateway_options
 from antiphon.cli._param_types import FiniteNumberParam
 
 if TYPE_CHECKING:
-    from antiphon.operations import IncomingMessage, SendRequest
-    from antiphon.views import MessageReceipt, RunView, SendResult
+    from antiphon.operations.types import IncomingMessage, MessageReceipt, RunView, SendRequest, SendResult
 
 MAX_WAIT_SECONDS = 366 * 86_400
 MAX_REPLY_WAIT_SECONDS = 3600  # how long one session may wait for another
@@ -60,7 +59,7 @@ def command(
     no_announce: bool,
 ) -> int:
     from antiphon.engine.validation import validate_idempotency_key
-    from antiphon.operations import IncomingMessage, SendRequest
+    from antiphon.operations.types import IncomingMessage, SendRequest
 
     validate_idempotency_key(key)
     if sender is None:

@@ -12,10 +12,11 @@ from antiphon.cli import _output, _sessions_edit, _sessions_transfer
 from antiphon.cli._options import Settings, common_options, gateway_options
 from antiphon.cli._param_types import FiniteNumberParam, TimeParam
 from antiphon.cli.chat import speakers
-from antiphon.filters import EntryRole, HistoryFilter, ListFilter
+from antiphon.engine.sessions.transcripts import EntryRole, HistoryFilter
+from antiphon.operations.types import ListFilter
 
 if TYPE_CHECKING:
-    from antiphon.views import ConversationView, HistoryPage, SearchPage, SessionPage
+    from antiphon.operations.types import ConversationView, HistoryPage, SearchPage, SessionPage
 
 SESSION_KINDS = ("main", "group", "cron", "hook", "node", "other")
 MAX_ACTIVE_MINUTES = 1e9  # about 1900 years; earlier times have no number in the store

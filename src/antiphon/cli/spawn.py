@@ -20,8 +20,7 @@ from antiphon.messages import ThinkingLevel
 if TYPE_CHECKING:
     from antiphon.cli._backend import Backend
     from antiphon.engine.collaboration.attachments import SpawnAttachment
-    from antiphon.operations import SpawnRequest
-    from antiphon.views import RunView, SpawnResult, TaskView
+    from antiphon.operations.types import RunView, SpawnRequest, SpawnResult, TaskView
 
 MAX_TASK_SECONDS = 30 * 86_400
 THINKING_LEVELS: tuple[str, ...] = get_args(ThinkingLevel)
@@ -121,7 +120,7 @@ def command(
     settings: Settings, requester: str, files: Sequence[Path], seconds: float | None, **given: Any
 ) -> int:
     from antiphon.engine.validation import validate_idempotency_key
-    from antiphon.operations import SpawnRequest
+    from antiphon.operations.types import SpawnRequest
 
     validate_idempotency_key(given["key"])
     if not given["task"].strip():

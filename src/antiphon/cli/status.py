@@ -119,9 +119,9 @@ async def _read_store_status(settings: Settings) -> dict[str, Any]:
     if not elsewhere and not home.database.exists():
         return {**facts, "sessions": 0, "runs": {"queued": 0, "running": 0}, "deliveries": {}}
     async with open_operations_readonly(config, home.path) as operations:
-        summary = await operations.get_summary(operator)
-        standing = (await operations.list_deliveries(operator, limit=1)).standing
-        replicas = await operations.list_replicas(operator) if elsewhere else []
+        summary = await operations.sessions.get_summary(operator)
+        standing = (await operations.deliveries.list(operator, limit=1)).standing
+        replicas = await operations.status.list_replicas(operator) if elsewhere else []
     runs = {"queued": summary.queued, "running": summary.running}
     facts |= {"sessions": summary.sessions, "runs": runs, "deliveries": standing}
     facts |= {"replicas": msgspec.to_builtins(replicas), "shared": True} if elsewhere else {}

@@ -14,7 +14,7 @@ from antiphon.cli._options import Settings, common_options, gateway_options
 
 if TYPE_CHECKING:
     from antiphon.cli._backend import Backend
-    from antiphon.views import TaskView
+    from antiphon.operations.types import TaskView
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_RESULT_CHARS = 60  # of a result in a table on a terminal; `subagents show` prints the whole report
@@ -207,7 +207,7 @@ async def _steer_without_gateway(
     from antiphon.app import open_app_operations
     from antiphon.cli._backend import LocalBackend
     from antiphon.cli._logging import configure_logging
-    from antiphon.operations import IncomingMessage
+    from antiphon.operations.types import IncomingMessage
     from antiphon.state_access import require_no_live_replicas
 
     config = settings.load().config
@@ -217,7 +217,7 @@ async def _steer_without_gateway(
         desk = LocalBackend(operations)
         task = _check_running(_find_task(target, await desk.tasks(requester)))
         said = IncomingMessage(session=task.child_session_key, content=message)
-        accepted, _ = await operations.steer(Caller.operator(), said)
+        accepted, _ = await operations.messages.steer(Caller.operator(), said)
         await _wait_for_tasks(desk, requester, [task])
         return task, accepted.run_id
 

@@ -29,8 +29,7 @@ from antiphon.client.connection import (
 )
 from antiphon.client.feed import FeedPosition, is_feed_ended
 from antiphon.errors import InvalidInput, NotFound, TooLarge
-from antiphon.send_policy import parse_send_command
-from antiphon.views import (
+from antiphon.operations.types import (
     AgentCard,
     ConversationView,
     DeliveryPage,
@@ -49,10 +48,11 @@ from antiphon.views import (
     TaskView,
     build_run_ended_event,
 )
+from antiphon.send_policy import parse_send_command
 
 if TYPE_CHECKING:  # not imported at run time: short commands would pay for it
-    from antiphon.filters import HistoryFilter, ListFilter
-    from antiphon.operations import IncomingMessage, SendRequest, SpawnRequest, StopView
+    from antiphon.engine.sessions.transcripts import HistoryFilter
+    from antiphon.operations.types import IncomingMessage, ListFilter, SendRequest, SpawnRequest, StopView
 
 __all__ = ["Client", "GatewayUnreachable", "ReplicaRotation", "Site"]
 
@@ -249,7 +249,7 @@ class Client:
         return (await self._load_session_row(session))["activeRunIds"]
 
     async def stop(self, session: str, run_id: str | None = None) -> StopView:
-        from antiphon.operations import StopView  # noqa: PLC0415 - see above
+        from antiphon.operations.types import StopView  # noqa: PLC0415 - see above
 
         params: Json = {"sessionKey": session, **({"runId": run_id} if run_id else {})}
         done = await self.call("chat.abort", params, again=run_id is not None)

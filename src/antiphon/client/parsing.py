@@ -6,7 +6,7 @@ import msgspec
 
 from antiphon.client.connection import Json
 from antiphon.errors import NotFound
-from antiphon.views import RunView, SessionView
+from antiphon.operations.types import RunView, SessionView
 
 
 def parse_session_view(row: Json) -> SessionView:

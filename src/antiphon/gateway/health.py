@@ -14,7 +14,7 @@ from antiphon.errors import AntiphonError
 from antiphon.gateway.state import READ_ONLY_CALLER, GatewayState
 from antiphon.gateway.ws import frames
 from antiphon.gateway.ws.connection import ConnectionSet
-from antiphon.operations import ListFilter
+from antiphon.operations.types import ListFilter
 
 log = logging.getLogger(__name__)
 
@@ -137,9 +137,9 @@ class Health:
             await asyncio.sleep(MIN_REFRESH_SECONDS)
 
     async def _count_sessions(self) -> None:
-        summary = await self._operations.get_summary(READ_ONLY_CALLER)
+        summary = await self._operations.sessions.get_summary(READ_ONLY_CALLER)
         for agent_id in (None, *self._agent_ids[:MAX_AGENTS_COUNTED]):
-            page = await self._operations.list(
+            page = await self._operations.sessions.list(
                 READ_ONLY_CALLER, ListFilter(limit=RECENT_SESSIONS_PER_AGENT, agent_id=agent_id)
             )
             now = self._clock.now()
@@ -166,7 +166,7 @@ async def _can_reach_store(gateway: GatewayState) -> bool:
         return False  # the store has reported a failure: it can be read, but not written
     try:
         async with asyncio.timeout(STORE_PROBE_TIMEOUT_SECONDS):
-            await gateway.app.operations.list(READ_ONLY_CALLER, ListFilter(limit=1))
+            await gateway.app.operations.sessions.list(READ_ONLY_CALLER, ListFilter(limit=1))
     except (AntiphonError, TimeoutError) as error:
         log.warning("The store did not answer: %s", error or "it took too long")
         return False

@@ -33,7 +33,7 @@ from antiphon.gateway.subscriptions import Subscriptions, encode_message_event
 from antiphon.gateway.ws import frames
 from antiphon.gateway.ws.connection import ConnectionSet, WebSocketConnection
 from antiphon.messages import INJECTED_MODEL
-from antiphon.views import build_run_ended_event
+from antiphon.operations.types import build_run_ended_event
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class Hub:
         """Send the ends of runs that were missed because events were lost."""
         for run in self.run_streams.list_runs():
             try:
-                view = await self._operations.get_run(READ_ONLY_CALLER, run.run_id)
+                view = await self._operations.runs.get(READ_ONLY_CALLER, run.run_id)
             except NotFound:
                 self.run_streams.forget_run(run.run_id)
                 continue

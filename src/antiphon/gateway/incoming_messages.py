@@ -18,8 +18,8 @@ import msgspec
 from antiphon.access import Caller
 from antiphon.errors import InvalidInput
 from antiphon.messages import ImageBlock, TextBlock
-from antiphon.operations import IncomingMessage, Operations
-from antiphon.views import MessageReceipt
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import IncomingMessage, MessageReceipt
 
 IMAGE_MIME_TYPES = ("image/png", "image/jpeg", "image/gif", "image/webp")
 MAX_ATTACHMENTS_PER_MESSAGE = 20
@@ -109,11 +109,13 @@ async def submit_or_run_command(
     can_be_command = isinstance(message.content, str) and message.provenance is None and not message.literal
     text = message.content.strip() if can_be_command and isinstance(message.content, str) else ""
     if text.lower() in STOP_COMMANDS:
-        stopped = await operations.stop(caller, message.session, key=message.idempotency_key)
+        stopped = await operations.runs.stop(caller, message.session, key=message.idempotency_key)
         return SubmitOutcome(message.session, done="stopped", run_ids=stopped.run_ids)
     if match := _RESET_PATTERN.fullmatch(text):
         reason = "new" if match[1].lower() == "new" else "reset"
-        view = await operations.reset(caller, message.session, reason, key=message.idempotency_key)
+        view = await operations.conversations.reset(
+            caller, message.session, reason, key=message.idempotency_key
+        )
         return SubmitOutcome(view.key, done="reset")
-    accepted = await operations.submit(caller, message)
+    accepted = await operations.messages.submit(caller, message)
     return SubmitOutcome(accepted.session_key, accepted=accepted)

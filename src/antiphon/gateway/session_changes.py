@@ -14,7 +14,7 @@ from antiphon.gateway import wire
 from antiphon.gateway.state import READ_ONLY_CALLER
 from antiphon.gateway.ws import frames
 from antiphon.gateway.ws.connection import ConnectionSet
-from antiphon.operations import Operations
+from antiphon.operations.operations import Operations
 
 GATHER_SECONDS = 0.1  # how long changes of a session are collected before its row is read
 MAX_ROWS_PER_BROADCAST = 500
@@ -72,7 +72,7 @@ class SessionChanges:
     async def _load_row(self, key: str) -> dict[str, Any] | None:
         try:
             row = wire.build_session_dict(
-                await self._operations.describe(
+                await self._operations.sessions.describe(
                     READ_ONLY_CALLER, wire.format_session_key(key), with_file=False
                 )
             )

@@ -15,12 +15,13 @@ from typing import Any
 
 from antiphon import keys
 from antiphon.bus import Event, MessageAppended, SessionChanged
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.errors import AntiphonError, InvalidInput, NotFound
 from antiphon.gateway import wire
 from antiphon.gateway.state import READ_ONLY_CALLER
 from antiphon.gateway.ws import frames
 from antiphon.gateway.ws.connection import WebSocketConnection
-from antiphon.operations import HistoryFilter, Operations
+from antiphon.operations.operations import Operations
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,9 @@ class FollowedSession:
         self.catching_up.pop(connection, None)
 
     async def follow(self) -> None:
-        feed = self._operations.follow(READ_ONLY_CALLER, self.key, self.seq, session_id=self.session_id)
+        feed = self._operations.transcripts.follow(
+            READ_ONLY_CALLER, self.key, self.seq, session_id=self.session_id
+        )
         async with aclosing(feed):
             async for event in feed:
                 self._handle_event(event)
@@ -119,7 +122,7 @@ class Subscriptions:
         self, connection: WebSocketConnection, session: str, after: int | None, session_id: str | None
     ) -> dict[str, Any]:
         """Subscribe a connection, and catch up in the background if `after` is given."""
-        page = await self._operations.read_history(
+        page = await self._operations.transcripts.read(
             connection.caller, session, HistoryFilter(limit=1, include_tools=True)
         )
         key = keys.display_full_key(page.session_key)
@@ -152,7 +155,7 @@ class Subscriptions:
         async with self._open_lock:
             followed = self._followed_sessions.get(key)
             if followed is None:
-                page = await self._operations.read_history(
+                page = await self._operations.transcripts.read(
                     READ_ONLY_CALLER, key, HistoryFilter(limit=1, include_tools=True)
                 )
                 followed = FollowedSession(
@@ -190,7 +193,7 @@ class Subscriptions:
         try:
             while True:
                 filter = HistoryFilter(limit=HISTORY_PAGE_ENTRIES, include_tools=True, after=seq)
-                page = await self._operations.read_history(connection.caller, followed.key, filter)
+                page = await self._operations.transcripts.read(connection.caller, followed.key, filter)
                 if followed.catching_up.get(connection) is not attempt:
                     return  # unsubscribed, subscribed again, or the session is gone
                 if seq > page.total or page.session_id != (session_id or page.session_id):

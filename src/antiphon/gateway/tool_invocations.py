@@ -26,8 +26,8 @@ from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
 from antiphon.errors import AntiphonError, InvalidInput, NotFound, StoreError
 from antiphon.gateway.http.responses import ErrorInfo, ErrorResponse, build_json_response, read_json
 from antiphon.gateway.state import GatewayState
-from antiphon.operations.exchanges import MAX_REPLY_TIMEOUT_SECONDS
-from antiphon.operations.impersonation import ActingSession
+from antiphon.operations.sessions import ActingSession
+from antiphon.operations.types import MAX_REPLY_TIMEOUT_SECONDS
 from antiphon.tools.results import render_refusal
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,9 @@ async def invoke_tool(
         gateway, name, gateway.app.toolbox.select_allowed((), ())
     )  # before a session is created
     validation.validate_idempotency_key(key)
-    acting = await gateway.app.operations.act_as(caller, _choose_session(gateway.app.config, invocation))
+    acting = await gateway.app.operations.sessions.act_as(
+        caller, _choose_session(gateway.app.config, invocation)
+    )
     _check_agent(acting, invocation.agent_id)
     tool = _find_offered_tool(gateway, name, acting.actor.tools)
     call = ToolRequest(

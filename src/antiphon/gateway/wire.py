@@ -10,7 +10,7 @@ from antiphon import keys
 from antiphon.bus import MessageAppended
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.errors import InvalidInput
-from antiphon.views import SessionView, build_history_item
+from antiphon.operations.types import SessionView, build_history_item
 
 WIRE_KINDS_BY_SESSION_KIND = {"group": "group"}
 WIRE_STATUS_BY_STATE = {"running": "running", "idle": "done"}

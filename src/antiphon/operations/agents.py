@@ -11,9 +11,9 @@ from antiphon.engine.sessions import session_rows
 from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.errors import Forbidden, NotFound
 from antiphon.operations.context import OperationContext
-from antiphon.operations.spawn_rules import SpawnRequester
+from antiphon.operations.spawn_rules import SpawnRequester, SpawnRules
+from antiphon.operations.types import AgentCard, AgentLine, AgentsView
 from antiphon.store import Tx
-from antiphon.views import AgentCard, AgentLine, AgentsView
 
 if TYPE_CHECKING:  # not needed at run time; keeps commands that only read fast
     from antiphon.config import Config
@@ -27,26 +27,34 @@ REACH_HINT = (
 """Does not reveal whether other agents exist."""
 
 
-class AgentOperations(OperationContext):
-    async def list_reachable_agents(self, caller: Caller) -> AgentsView:
+class AgentOperations:
+    def __init__(self, context: OperationContext, spawn_rules: SpawnRules) -> None:
+        self._context = context
+        self._spawn_rules = spawn_rules
+        self._directory = AgentDirectory(context.config, context.session_resolver)
+
+    async def list_reachable(self, caller: Caller) -> AgentsView:
         """Return the agents that this caller may spawn or message; an operator sees every agent."""
         access.require_scope(caller, "list")
-        requester = caller.agent_id or self.config.default_agent_id
-        patterns = self._session_resolver.get_grants(caller).spawn_agents
-        roster = AgentDirectory(self.config, self._session_resolver)
+        requester = caller.agent_id or self._context.config.default_agent_id
+        patterns = self._context.session_resolver.get_grants(caller).spawn_agents
         envelope = (
-            await self._store.read(self._load_envelope, caller, requester) if caller.session_key else None
+            await self._context.store.read(self._load_envelope, caller, requester)
+            if caller.session_key
+            else None
         )
         anybody = envelope is None and ANY_AGENT in (pattern.strip() for pattern in patterns)
         spawnable = [
             agent
-            for agent in roster.list_spawnable_by(caller, requester)
+            for agent in self._directory.list_spawnable_by(caller, requester)
             if _envelope_allows_spawn(envelope, agent) and self._stays_in_sandbox(caller, agent)
         ]
-        messageable = roster.list_messageable_by(caller)
+        messageable = self._directory.list_messageable_by(caller)
 
         def line(agent: str) -> AgentLine:
-            return roster.build_line(agent, can_spawn=agent in spawnable, can_message=agent in messageable)
+            return self._directory.build_line(
+                agent, can_spawn=agent in spawnable, can_message=agent in messageable
+            )
 
         return AgentsView(
             requester=requester,
@@ -61,28 +69,28 @@ class AgentOperations(OperationContext):
         return self._spawn_rules.get_envelope(SpawnRequester(row, agent_id)) if row else None
 
     def _stays_in_sandbox(self, caller: Caller, agent_id: str) -> bool:
-        return not caller.sandboxed or self._session_resolver.is_sandboxed(
+        return not caller.sandboxed or self._context.session_resolver.is_sandboxed(
             agent_id, keys.subagent_key(agent_id, "new")
         )
 
-    def list_spawnable_agents(self, agent_id: str) -> list[str]:
+    def list_spawnable(self, agent_id: str) -> list[str]:
         """Return the agents that one agent may spawn, itself first."""
-        return AgentDirectory(self.config, self._session_resolver).list_spawnable(agent_id)
+        return self._directory.list_spawnable(agent_id)
 
-    async def list_agents(self, caller: Caller) -> list[AgentCard]:
+    async def list(self, caller: Caller) -> list[AgentCard]:
         """Return every configured agent; for operators only."""
         access.require_scope(caller, "list")
         if not caller.is_operator:
             raise Forbidden("Only operators see every agent.", "Call agents_list.", action="list")
-        return AgentDirectory(self.config, self._session_resolver).list_cards()
+        return self._directory.list_cards()
 
 
 class AgentDirectory:
     """The configured agents; needs no store."""
 
-    def __init__(self, config: Config, door: SessionResolver) -> None:
+    def __init__(self, config: Config, session_resolver: SessionResolver) -> None:
         self._config = config
-        self._session_resolver = door
+        self._session_resolver = session_resolver
 
     def list_cards(self) -> list[AgentCard]:
         return [self._build_card(agent_id) for agent_id in self._config.agent_ids]

@@ -1,7 +1,8 @@
-"""The base of all operations: store, bus, session resolver, and how a row becomes a view."""
+"""What every operation shares: store, bus, clock, engine, session access, events, and how a row becomes a view."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
@@ -10,30 +11,35 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon import access, keys, views
+from antiphon import access, keys
 from antiphon.access import Action, Caller
 from antiphon.bus import EventBus, MessageAppended, SessionChanged, session_topic
 from antiphon.clock import Clock
-from antiphon.engine.sessions import session_rows as sessions
-from antiphon.engine.sessions.identity import SessionIdentityResolver
+from antiphon.engine.collaboration import chains
+from antiphon.engine.collaboration.chains import ChainLimits, ChainLink
+from antiphon.engine.sessions import session_rows
 from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.engine.toolbox import Toolbox
-from antiphon.errors import NotFound, StoreReadOnly, UnknownModel
-from antiphon.operations.spawn_rules import SpawnRules
+from antiphon.errors import ChainTooLong, NotFound, StoreReadOnly, UnknownModel
+from antiphon.operations import types
+from antiphon.operations.types import AnsweringModel, RequestOrigin, SessionView
 from antiphon.store import Row, Store, Tx
 from antiphon.store.listing import SessionListRow
 from antiphon.store.transcript_files import TranscriptFiles
-from antiphon.views import AnsweringModel, SessionView
 
 if TYPE_CHECKING:  # not needed at run time; keeps commands that only read fast
     from antiphon.config import Config
     from antiphon.engine.worker import Worker
 
+log = logging.getLogger(__name__)
+
+INTERNAL_CALLER = Caller.operator([access.READ_SCOPE])
+"""For internal waits and reads, whose results go only to callers that were already authorized."""
+
 
 class OperationContext:
-    INTERNAL_CALLER = Caller.operator([access.READ_SCOPE])
-    """For internal waits and reads, whose results go only to callers that were already authorized."""
+    """The parts of one process that its operations use. Without a worker, no run is started or stopped."""
 
     def __init__(
         self,
@@ -42,65 +48,105 @@ class OperationContext:
         store: Store,
         bus: EventBus,
         clock: Clock,
-        door: SessionResolver,
-        engine: Worker | None,
+        session_resolver: SessionResolver,
+        worker: Worker | None,
+        toolbox: Toolbox,
         state_dir: Path,
-        files: TranscriptFiles | None = None,
-        toolbox: Toolbox | None = None,
+        transcript_files: TranscriptFiles | None = None,
     ) -> None:
         self.config = config
-        self._store = store
-        self._bus = bus
-        self._clock = clock
-        self._session_resolver = door
-        self._engine = engine
-        self._transcript_files = files
-        tools = toolbox or Toolbox()
-        self._spawn_rules = SpawnRules(config, door, tools, state_dir, files)
-        self._actors = SessionIdentityResolver(config, door, tools)
+        self.store = store
+        self.bus = bus
+        self.clock = clock
+        self.session_resolver = session_resolver
+        self.worker = worker
+        self.toolbox = toolbox
+        self.state_dir = state_dir
+        self.transcript_files = transcript_files
         # The result is the same for most rows of a list.
         self._cached_answering_model = lru_cache(maxsize=1024)(self._resolve_answering_model)
 
-    def _require_engine(self) -> Worker:
-        if self._engine is None:
+    def require_worker(self) -> Worker:
+        if self.worker is None:
             raise StoreReadOnly(
                 "This view of the store is for reading.", "Start Antiphon on this state directory."
             )
-        return self._engine
+        return self.worker
 
-    async def _open_or_create_session(
+    # --- sessions, inside a transaction ---
+
+    async def open_or_create_session(
         self, tx: Tx, caller: Caller, action: Action, reference: str, now: int
     ) -> tuple[Row, bool]:
         """Return the session, and whether it was created by this call."""
         try:
-            return await self._session_resolver.open(tx, caller, action, reference), False
+            return await self.session_resolver.open(tx, caller, action, reference), False
         except NotFound:
-            return await self._session_resolver.open(tx, caller, action, reference, found_at=now), True
+            return await self.session_resolver.open(tx, caller, action, reference, found_at=now), True
 
-    @staticmethod
-    async def _load_described_session(tx: Tx, session: int) -> Row:
-        row = await tx.one(sessions.SQL.list_row, id=session)
-        assert row is not None
+    async def open_or_create_main(
+        self, tx: Tx, caller: Caller, action: Action, reference: str, now: int, created: list[Row]
+    ) -> Row:
+        """Return the session; a main session that does not exist yet is created and added to `created`.
+
+        Any other key must exist: a mistyped one is an error and not a new session.
+        """
+        if not self.session_resolver.is_main_session(caller, reference):
+            return await self.session_resolver.open(tx, caller, action, reference)
+        row, is_new = await self.open_or_create_session(tx, caller, action, reference, now)
+        if is_new:
+            created.append(row)
         return row
+
+    async def resolve_requester(
+        self, tx: Tx, caller: Caller, action: Action, reference: str | None, now: int, created: list[Row]
+    ) -> Row | None:
+        """Return the session that a request is made from: an agent's own, or the one that an operator names."""
+        if caller.session_key is not None:
+            own = await tx.one(session_rows.SQL.all_columns_by_key, key=caller.session_key)
+            if own is None:  # deleted while its agent was still running
+                raise access.build_session_missing_error(caller.session_key)
+            return own
+        if reference is None:
+            return None
+        row = await self.open_or_create_main(tx, caller, action, reference, now, created)
+        return await session_rows.load_full_session(tx, row["id"])
+
+    # --- chains of messages between sessions ---
+
+    async def build_chain_link(
+        self, tx: Tx, origin: RequestOrigin, session: int, new_chain: str
+    ) -> ChainLink:
+        """Return the next link of the chain that the session's run is in, or the first link of a new chain.
+
+        Raises:
+            ChainTooLong: the chain has reached one of its limits.
+        """
+        limits = self.config.session.agent_to_agent
+        return await chains.extend_chain(
+            tx, origin.run_id, session, new_chain, ChainLimits(limits.max_hops, limits.max_runs)
+        )
+
+    def report_chain_limit(self, caller: Caller, error: ChainTooLong) -> None:
+        """Log that a chain reached its limit, and notify operators."""
+        key = caller.session_key or ""
+        log.warning("%s", error, extra={"session_key": key, "chain_id": error.data.get("chain_id")})
+        self.bus.publish("sessions", SessionChanged(session_key=key, reason="chain_limit"))
 
     # --- events, always published after the commit they report ---
 
-    def _publish_change(self, row: Row, reason: str) -> None:
+    def publish_change(self, row: Row, reason: str) -> None:
         """Notify subscribers of this session and subscribers of all sessions."""
-        self._publish_to_session(row, reason)
-        self._publish_to_all_sessions(row, reason)
+        self.publish_to_session(row, reason)
+        self.publish_to_all_sessions(row["key"], reason)
 
-    def _publish_to_session(self, row: Row, reason: str) -> None:
-        event = SessionChanged(session_key=row["key"], reason=reason)
-        self._bus.publish(session_topic(row["id"]), event)
+    def publish_to_session(self, row: Row, reason: str) -> None:
+        self.bus.publish(session_topic(row["id"]), SessionChanged(session_key=row["key"], reason=reason))
 
-    def _publish_to_all_sessions(self, row: Row, reason: str) -> None:
-        self._bus.publish("sessions", SessionChanged(session_key=row["key"], reason=reason))
+    def publish_to_all_sessions(self, key: str, reason: str) -> None:
+        self.bus.publish("sessions", SessionChanged(session_key=key, reason=reason))
 
-    def _publish_created(self, key: str) -> None:
-        self._bus.publish("sessions", SessionChanged(session_key=key, reason="create"))
-
-    def _publish_entry(self, row: Row, entry: Entry) -> None:
+    def publish_entry(self, row: Row, entry: Entry) -> None:
         event = MessageAppended(
             session_key=row["key"],
             session_id=row["session_id"],
@@ -109,9 +155,23 @@ class OperationContext:
             body=entry.body,
             internal=entry.is_internal,
         )
-        self._bus.publish(session_topic(row["id"]), event)
+        self.bus.publish(session_topic(row["id"]), event)
 
     # --- views ---
+
+    async def find_transcript_files(self, sessions: Iterable[tuple[str, str]]) -> None:
+        """Look up transcript files by session id and key, so that the views built next include their paths."""
+        if self.transcript_files is not None:
+            await self.transcript_files.look_for(sessions)
+
+    def build_session_view(self, caller: Caller, row: Row) -> SessionView:
+        """Build the view of a row from `session_rows.load_described_session`."""
+        return self.build_listed_view(caller, SessionListRow(*row))
+
+    def build_listed_view(self, caller: Caller, row: SessionListRow) -> SessionView:
+        path = None if self.transcript_files is None else self.transcript_files.get_path(row.session_id)
+        view = types.build_session_view(row, caller.agent_id, path, self._cached_answering_model)
+        return view if caller.is_operator else self._hide_unreachable_relatives(caller, view, row.key)
 
     def _resolve_answering_model(self, agent_id: str, chosen: str | None, last: str | None) -> AnsweringModel:
         """Return the session's own model, else its agent's; if neither is configured, the one that answered last."""
@@ -122,23 +182,9 @@ class OperationContext:
                     return AnsweringModel(name, self.config.get_context_window(name))
         return AnsweringModel(last, None)
 
-    async def _find_transcript_files(self, sessions: Iterable[tuple[str, str]]) -> None:
-        """Look up transcript files by session id and key, so that the views built next include their paths."""
-        if self._transcript_files is not None:
-            await self._transcript_files.look_for(sessions)
-
-    def _build_session_view(self, caller: Caller, row: Row) -> SessionView:
-        """Build the view of a row from `_load_described_session`."""
-        return self._build_listed_view(caller, SessionListRow(*row))
-
-    def _build_listed_view(self, caller: Caller, row: SessionListRow) -> SessionView:
-        path = None if self._transcript_files is None else self._transcript_files.get_path(row.session_id)
-        view = views.build_session_view(row, caller.agent_id, path, self._cached_answering_model)
-        return view if caller.is_operator else self._hide_unreachable_relatives(caller, view, row.key)
-
     def _hide_unreachable_relatives(self, caller: Caller, view: SessionView, key: str) -> SessionView:
         """Remove the parent and the child count from a view if the caller may not see them."""
-        reach = _cached_reach(caller, self._session_resolver.get_grants(caller))
+        reach = _compute_cached_reach(caller, self.session_resolver.get_grants(caller))
         parent = view.parent_key
         if parent is None and reach.descendants:
             return view
@@ -150,7 +196,7 @@ class OperationContext:
         return msgspec.structs.replace(view, parent_key=parent, child_count=children)
 
 
-_cached_reach = lru_cache(maxsize=256)(access.compute_reach)  # the result is the same for every row of a list
+_compute_cached_reach = lru_cache(maxsize=256)(access.compute_reach)  # the same for every row of a list
 
 
 def _get_agent_id(key: str) -> str:

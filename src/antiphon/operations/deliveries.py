@@ -10,9 +10,9 @@ from antiphon.engine.outbox import delivery_rows as deliveries
 from antiphon.engine.outbox import sanitize
 from antiphon.errors import Conflict, NotFound
 from antiphon.operations.context import OperationContext
-from antiphon.operations.request_validation import parse_row_cursor, validate_and_clamp, validate_choice
+from antiphon.operations.types import DeliveryPage, DeliveryView
+from antiphon.operations.validation import parse_row_cursor, validate_and_clamp, validate_choice
 from antiphon.store import Row, Tx
-from antiphon.views import DeliveryPage, DeliveryView
 
 DELIVERY_STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "dead")
 DEFAULT_DELIVERIES_PER_PAGE, MAX_DELIVERIES_PER_PAGE = 50, 500
@@ -25,8 +25,19 @@ MAX_SANITIZED_CHARACTERS, CUT_EDGE_CHARACTERS = (
 )
 
 
-class DeliveryOperations(OperationContext):
-    async def list_deliveries(
+class DeliveryOperations:
+    def __init__(self, context: OperationContext) -> None:
+        self._context = context
+
+    async def retry(self, caller: Caller, key: str) -> DeliveryView:
+        """Send a dead, ambiguous or blocked delivery again. An ambiguous one may arrive twice."""
+        access.require_operator(caller, "manage", *OUTBOX_REFUSAL)
+        worker = self._context.require_worker()
+        row = await self._context.store.tx(_requeue_delivery, key, self._context.clock.now())
+        worker.wake_outbox()
+        return _build_delivery_view(row)
+
+    async def list(
         self,
         caller: Caller,
         state: str | None = None,
@@ -38,7 +49,7 @@ class DeliveryOperations(OperationContext):
         if state is not None:
             validate_choice(state, DELIVERY_STATES, "state")
         before = parse_row_cursor(cursor)
-        rows, standing = await self._store.read(
+        rows, standing = await self._context.store.read(
             _load_delivery_page,
             state,
             before,
@@ -52,14 +63,6 @@ class DeliveryOperations(OperationContext):
             capped=counts.get("delivered") == MAX_DELIVERED_COUNTED,
             next_cursor=str(shown[-1]["n"]) if len(rows) > len(shown) else None,
         )
-
-    async def retry_delivery(self, caller: Caller, key: str) -> DeliveryView:
-        """Send a dead, ambiguous or blocked delivery again. An ambiguous one may arrive twice."""
-        access.require_operator(caller, "manage", *OUTBOX_REFUSAL)
-        engine = self._require_engine()
-        row = await self._store.tx(_requeue_delivery, key, self._clock.now())
-        engine.wake_outbox()
-        return _build_delivery_view(row)
 
 
 async def _load_delivery_page(

@@ -5,54 +5,65 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from typing import Literal
 
 import msgspec
 
 from antiphon import access, keys
-from antiphon.access import Action, Caller, TargetSession
-from antiphon.bus import SessionChanged, session_topic
+from antiphon.access import Caller, TargetSession
+from antiphon.bus import session_topic
 from antiphon.engine import validation
 from antiphon.engine.collaboration import chains, exchanges
 from antiphon.engine.collaboration.chains import ChainLink
 from antiphon.engine.collaboration.exchanges import NewExchange
+from antiphon.engine.outbox.redaction import redact
 from antiphon.engine.runs import lifecycle
 from antiphon.engine.runs.run_queue import AcceptedRun
 from antiphon.engine.sessions import session_rows
-from antiphon.errors import ChainTooLong, InvalidInput, NotFound, SelfSend
-from antiphon.operations import request_validation
-from antiphon.operations.request_origin import ChainOperations, RequestOrigin
+from antiphon.errors import Ambiguous, ChainTooLong, InvalidInput, NotFound, SelfSend
+from antiphon.operations.context import INTERNAL_CALLER, OperationContext
 from antiphon.operations.runs import RUN_WAIT_POLL_SECONDS, RunOperations
+from antiphon.operations.types import (
+    MAX_REPLY_TIMEOUT_SECONDS,
+    DeliveryState,
+    ExchangeDetail,
+    ExchangePage,
+    ExchangeStep,
+    ExchangeView,
+    ReplyBackState,
+    RequestOrigin,
+    RunView,
+    SendRequest,
+    SendResult,
+    SendStatus,
+)
+from antiphon.operations.validation import parse_row_cursor, require_current_conversation, validate_and_clamp
 from antiphon.store import Row, Tx
-from antiphon.views import DeliveryState, ReplyBackState, RunView, SendResult, SendStatus
 
 log = logging.getLogger(__name__)
 
-DEFAULT_REPLY_TIMEOUT_SECONDS, MAX_REPLY_TIMEOUT_SECONDS = 30, 3600
 MAX_REPLY_BACK_TURNS = 5
+DEFAULT_EXCHANGES_PER_PAGE, MAX_EXCHANGES_PER_PAGE = 50, 500
+MAX_EXCHANGES_COMPARED = 10_000  # the most recent ones, when only the beginning of an id is given
+MAX_CANDIDATES = 5
+ALL_SESSIONS_REFUSAL = ("what goes on between all sessions", "Read your own with sessions_history.")
+MAX_SHOWN_CHARACTERS = 300  # of one text
+# Characters searched for secrets; the last ones are dropped, where a cut secret would not be recognised.
+MAX_SCANNED_CHARACTERS, CUT_EDGE_CHARACTERS = (
+    600,
+    200,
+)
 REQUEST_ID_NAMESPACE = uuid.UUID("9d7c3f54-6d0e-4a0b-9f43-1f7a6a3d0c55")
 
 
-class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A message to another session, which is named by `session`, by `label` or by `agent_id`."""
+class ExchangeOperations:
+    def __init__(self, context: OperationContext, runs: RunOperations) -> None:
+        self._context = context
+        self._runs = runs
 
-    message: str
-    session: str | None = None
-    """The target's key or session id."""
-    label: str | None = None
-    agent_id: str | None = None
-    """With a label, the agent whose session it is; alone, the agent whose main session is the target."""
-    timeout_seconds: float = DEFAULT_REPLY_TIMEOUT_SECONDS
-    idempotency_key: str | None = None
-    reply_back: int | None = None
-    announce: Literal["target", "none"] = "target"
-
-
-class ExchangeOperations(RunOperations, ChainOperations):
     async def send(
         self,
         caller: Caller,
-        wanted: SendRequest,
+        request: SendRequest,
         origin: RequestOrigin | None = None,
         *,
         requester: str | None = None,
@@ -62,88 +73,92 @@ class ExchangeOperations(RunOperations, ChainOperations):
         An agent sends from its own session; an operator from `requester`, if given.
         """
         access.require_scope(caller, "send")
-        _validate_send_request(wanted, self.config.store.message_max_bytes)
-        engine = self._require_engine()
+        _validate_send_request(request, self._context.config.store.message_max_bytes)
+        worker = self._context.require_worker()
         origin = origin or RequestOrigin()
-        run_id = derive_request_id(caller, wanted.idempotency_key, origin)
+        run_id = derive_request_id(caller, request.idempotency_key, origin)
         try:
-            exchange, accepted, note, founded = await self._store.tx(
-                self._send, caller, wanted, run_id, origin, requester, self._clock.now()
+            exchange, accepted, note, created = await self._context.store.tx(
+                self._send, caller, request, run_id, origin, requester, self._context.clock.now()
             )
         except ChainTooLong as error:
-            self.report_chain_limit(caller, error)
+            self._context.report_chain_limit(caller, error)
             raise
-        for row in founded:
-            self._publish_change(row, "create")
+        for row in created:
+            self._context.publish_change(row, "create")
         if note is not None:
-            await engine.dispatch_accepted_run(note)
-        await engine.dispatch_accepted_run(accepted)
-        if wanted.timeout_seconds <= 0:
+            await worker.dispatch_accepted_run(note)
+        await worker.dispatch_accepted_run(accepted)
+        if request.timeout_seconds <= 0:
             return await self._build_send_result(caller, exchange, "accepted")
-        with engine.release_lane_slot(origin.run_id):
+        with worker.release_lane_slot(origin.run_id):
             return await self._wait_for_reply(
-                caller, exchange, min(wanted.timeout_seconds, MAX_REPLY_TIMEOUT_SECONDS)
+                caller, exchange, min(request.timeout_seconds, MAX_REPLY_TIMEOUT_SECONDS)
             )
 
     async def _send(
         self,
         tx: Tx,
         caller: Caller,
-        wanted: SendRequest,
+        request: SendRequest,
         run_id: str,
         origin: RequestOrigin,
-        acting_for: str | None,
+        requester_reference: str | None,
         now: int,
     ) -> tuple[Row, AcceptedRun, AcceptedRun | None, list[Row]]:
         """Return the exchange, its first run, the note in the requester's transcript, and the new main sessions."""
-        founded: list[Row] = []
-        requester = await self._resolve_requester(tx, caller, "control", acting_for, now, founded)
-        target = await self._resolve_target(tx, caller, wanted, now, founded)
+        created: list[Row] = []
+        requester = await self._context.resolve_requester(
+            tx, caller, "control", requester_reference, now, created
+        )
+        target = await self._resolve_target(tx, caller, request, now, created)
         if requester is not None and requester["id"] == target["id"]:
             raise SelfSend(
                 "A session cannot send to itself.", "Name another session; sessions_list shows them."
             )
         link = ChainLink(run_id, 1)
         sender: int | None = requester["id"] if requester else None
-        if not await exchanges.is_known_exchange(tx, run_id, sender, target["id"], wanted.message):
-            self._session_resolver.check_send(target)
+        if not await exchanges.is_known_exchange(tx, run_id, sender, target["id"], request.message):
+            self._context.session_resolver.check_send(target)
             if requester is not None:
-                link = await self._build_chain_link(tx, origin, requester["id"], run_id)
+                link = await self._context.build_chain_link(tx, origin, requester["id"], run_id)
         opening = msgspec.structs.replace(
-            self._build_opening(run_id, requester, target, wanted, link),
-            agent_id=self._find_addressed_agent(caller, wanted),
+            self._build_opening(run_id, requester, target, request, link),
+            agent_id=self._find_addressed_agent(caller, request),
             requester_agent=requester
-            and self._session_resolver.resolve_non_owner_agent(caller, acting_for, requester),
+            and self._context.session_resolver.resolve_non_owner_agent(
+                caller, requester_reference, requester
+            ),
         )
         note = None
         if requester is not None and await chains.load_active_run(tx, origin.run_id, requester["id"]) is None:
             # Before anything that answers it is queued.
             note = await exchanges.record_sent_message(tx, opening, now)
         exchange, accepted = await exchanges.begin_exchange(tx, opening, now)
-        if requester is not None and wanted.timeout_seconds > 0:
-            await self._record_wait(tx, caller, requester, accepted, origin, wanted.timeout_seconds, now)
-        return exchange, accepted, note, founded
+        if requester is not None and request.timeout_seconds > 0:
+            await self._record_wait(tx, caller, requester, accepted, origin, request.timeout_seconds, now)
+        return exchange, accepted, note, created
 
-    def _find_addressed_agent(self, caller: Caller, wanted: SendRequest) -> str | None:
-        if wanted.label is not None:
+    def _find_addressed_agent(self, caller: Caller, request: SendRequest) -> str | None:
+        if request.label is not None:
             return None
-        return self._session_resolver.find_addressed_agent(
-            caller, wanted.session or f"agent:{wanted.agent_id}:main"
+        return self._context.session_resolver.find_addressed_agent(
+            caller, request.session or f"agent:{request.agent_id}:main"
         )
 
     def _build_opening(
-        self, id: str, requester: Row | None, target: Row, wanted: SendRequest, link: ChainLink
+        self, id: str, requester: Row | None, target: Row, request: SendRequest, link: ChainLink
     ) -> NewExchange:
-        turns = self.config.session.agent_to_agent.max_ping_pong_turns
+        turns = self._context.config.session.agent_to_agent.max_ping_pong_turns
         return NewExchange(
             id=id,
             requester=requester,
             target=target,
-            message=wanted.message,
-            turns=turns if wanted.reply_back is None else min(turns, wanted.reply_back),
-            announce=wanted.announce,
+            message=request.message,
+            turns=turns if request.reply_back is None else min(turns, request.reply_back),
+            announce=request.announce,
             link=link,
-            max_queued=self.config.store.lane_max_queued,
+            max_queued=self._context.config.store.lane_max_queued,
         )
 
     async def _record_wait(
@@ -162,7 +177,11 @@ class ExchangeOperations(RunOperations, ChainOperations):
             return
 
         def shown(row: Row) -> str:
-            return row["key"] if self._session_resolver.can_see(caller, row) else chains.HIDDEN_SESSION_TEXT
+            return (
+                row["key"]
+                if self._context.session_resolver.can_see(caller, row)
+                else chains.HIDDEN_SESSION_TEXT
+            )
 
         # A waiting run does not crash the process, however often a restart has found it waiting.
         await tx.do(lifecycle.SQL.reset_attempts, n=run["n"])
@@ -170,77 +189,42 @@ class ExchangeOperations(RunOperations, ChainOperations):
         edge = (run["n"], requester["id"], accepted.run_id, accepted.session)
         await chains.record_wait(tx, *edge, until, now, shown=shown)
 
-    async def _resolve_requester(
-        self, tx: Tx, caller: Caller, action: Action, acting_for: str | None, now: int, founded: list[Row]
-    ) -> Row | None:
-        """Return the session that a request is made from: an agent's own, or the one that an operator names."""
-        if caller.session_key is not None:
-            own = await tx.one(session_rows.SQL.all_columns_by_key, key=caller.session_key)
-            if own is None:  # deleted while its agent was still running
-                raise access.build_session_missing_error(caller.session_key)
-            return own
-        if acting_for is None:
-            return None
-        return await self._load_full_row(
-            tx, await self._open_or_create_main(tx, caller, action, acting_for, now, founded)
-        )
-
     async def _resolve_target(
-        self, tx: Tx, caller: Caller, wanted: SendRequest, now: int, founded: list[Row]
+        self, tx: Tx, caller: Caller, request: SendRequest, now: int, created: list[Row]
     ) -> Row:
-        if wanted.label is not None:
-            row = await self._session_resolver.open_by_label(
-                tx, caller, "send", wanted.label, wanted.agent_id
+        if request.label is not None:
+            row = await self._context.session_resolver.open_by_label(
+                tx, caller, "send", request.label, request.agent_id
             )
-            return await self._load_full_row(tx, row)
-        reference = wanted.session
+            return await session_rows.load_full_session(tx, row["id"])
+        reference = request.session
         if reference is None:
-            agent_id = keys.validate_agent_id(wanted.agent_id or "")
+            agent_id = keys.validate_agent_id(request.agent_id or "")
             reference = f"agent:{agent_id}:main"
         self._authorize_addressed_agent(caller, reference)
-        row = await self._open_or_create_main(tx, caller, "send", reference, now, founded)
-        request_validation.require_current_conversation(row, reference)
-        return await self._load_full_row(tx, row)
+        row = await self._context.open_or_create_main(tx, caller, "send", reference, now, created)
+        require_current_conversation(row, reference)
+        return await session_rows.load_full_session(tx, row["id"])
 
     def _authorize_addressed_agent(self, caller: Caller, reference: str) -> None:
         """Check access to the addressed agent: access to a shared main session does not include other agents."""
-        agent_id = self._session_resolver.find_addressed_agent(caller, reference)
+        agent_id = self._context.session_resolver.find_addressed_agent(caller, reference)
         if agent_id is None or agent_id == caller.agent_id:
             return
         target = TargetSession(str(keys.main_session_key(agent_id)), agent_id)
         access.authorize(
-            caller, "send", target, self._session_resolver.get_grants(caller), reference=reference
+            caller, "send", target, self._context.session_resolver.get_grants(caller), reference=reference
         )
-
-    async def _open_or_create_main(
-        self, tx: Tx, caller: Caller, action: Action, reference: str, now: int, founded: list[Row]
-    ) -> Row:
-        """Return the session; a main session that does not exist yet is created and added to `founded`.
-
-        Any other key must exist: a mistyped one is an error and not a new session.
-        """
-        if not self._session_resolver.is_main_session(caller, reference):
-            return await self._session_resolver.open(tx, caller, action, reference)
-        row, new = await self._open_or_create_session(tx, caller, action, reference, now)
-        if new:
-            founded.append(row)
-        return row
-
-    @staticmethod
-    async def _load_full_row(tx: Tx, row: Row) -> Row:
-        whole = await tx.one(session_rows.SQL.by_id, id=row["id"])
-        assert whole is not None
-        return whole
 
     async def _wait_for_reply(self, caller: Caller, exchange: Row, timeout: float) -> SendResult:
         run_id: str = exchange["id"]
         until = asyncio.get_running_loop().time() + timeout
         try:
-            view = await self.wait(self.INTERNAL_CALLER, run_id, timeout)
+            view = await self._runs.wait(INTERNAL_CALLER, run_id, timeout)
             if view.yielded:
                 view = await self._wait_for_woken_reply(run_id, view, until)
         except NotFound:  # the run was deleted with its session
-            exchange = await self._store.read(_load_exchange, run_id)
+            exchange = await self._context.store.read(_load_exchange, run_id)
             view = _build_cancelled_view(exchange, "The session was deleted before it answered.")
         if not view.has_ended or view.yielded:
             return await self._build_send_result(caller, exchange, "timeout", view)
@@ -249,14 +233,14 @@ class ExchangeOperations(RunOperations, ChainOperations):
     async def _wait_for_woken_reply(self, exchange_id: str, view: RunView, until: float) -> RunView:
         """Wait for the run that is woken after the target yielded to its sub-agents: that run gives the reply."""
         loop = asyncio.get_running_loop()
-        exchange = await self._store.read(_load_exchange, exchange_id)
-        async with self._bus.listen(session_topic(exchange["target"])) as events:
+        exchange = await self._context.store.read(_load_exchange, exchange_id)
+        async with self._context.bus.listen(session_topic(exchange["target"])) as events:
             while view.yielded and (left := until - loop.time()) > 0:
-                exchange = await self._store.read(_load_exchange, exchange_id)
+                exchange = await self._context.store.read(_load_exchange, exchange_id)
                 answered_by = exchange["answered_by"]
                 run_id = answered_by or exchange["current"]
                 if run_id != view.run_id:
-                    view = await self.wait(self.INTERNAL_CALLER, run_id, left)
+                    view = await self._runs.wait(INTERNAL_CALLER, run_id, left)
                 elif answered_by or exchange["phase"] == "settled":
                     return _build_cancelled_view(exchange, "The session was stopped before it answered.")
                 else:
@@ -266,7 +250,7 @@ class ExchangeOperations(RunOperations, ChainOperations):
     async def _build_send_result(
         self, caller: Caller, exchange: Row, status: SendStatus, view: RunView | None = None
     ) -> SendResult:
-        view = view or await self.get_run(self.INTERNAL_CALLER, exchange["id"])
+        view = view or await self._runs.get(INTERNAL_CALLER, exchange["id"])
         error = None
         if status == "timeout":
             error = (
@@ -285,11 +269,54 @@ class ExchangeOperations(RunOperations, ChainOperations):
             reply_back=_build_reply_back_state(exchange, view),
         )
 
-    def report_chain_limit(self, caller: Caller, error: ChainTooLong) -> None:
-        """Log that a chain reached its limit, and notify operators."""
-        key = caller.session_key or ""
-        log.warning("%s", error, extra={"session_key": key, "chain_id": error.data.get("chain_id")})
-        self._bus.publish("sessions", SessionChanged(session_key=key, reason="chain_limit"))
+    # --- the log, for operators ---
+
+    async def get(self, caller: Caller, reference: str) -> ExchangeDetail:
+        """Return one exchange with its full texts, secrets masked. `reference` is its id or the beginning of it.
+
+        Raises:
+            NotFound: no exchange has such an id.
+            Ambiguous: several ids begin like this.
+        """
+        access.require_operator(caller, "read", *ALL_SESSIONS_REFUSAL)
+        row, runs_of_it = await self._context.store.read(_load_exchange_with_runs, reference)
+        return await asyncio.to_thread(_build_exchange_detail, row, runs_of_it)
+
+    async def _load_exchange_page(
+        self, tx: Tx, caller: Caller, session: str | None, unsettled: bool, before: int, limit: int
+    ) -> list[Row]:
+        if session is None:
+            query = exchanges.SQL.page_unsettled if unsettled else exchanges.SQL.page
+            return await tx.all(query, before=before, limit=limit, chars=MAX_SCANNED_CHARACTERS)
+        row = await self._context.session_resolver.open(tx, caller, "read", session)
+        query = exchanges.SQL.page_of_session_unsettled if unsettled else exchanges.SQL.page_of_session
+        return await tx.all(
+            query, session=row["id"], before=before, limit=limit, chars=MAX_SCANNED_CHARACTERS
+        )
+
+    async def list(
+        self,
+        caller: Caller,
+        session: str | None = None,
+        *,
+        unsettled: bool = False,
+        limit: int = DEFAULT_EXCHANGES_PER_PAGE,
+        cursor: str | None = None,
+    ) -> ExchangePage:
+        """Return a page of exchanges; for operators that may read every session.
+
+        `session` matches either side; `unsettled` leaves out exchanges that have ended.
+        """
+        access.require_operator(caller, "read", *ALL_SESSIONS_REFUSAL)
+        most, before = validate_and_clamp(limit, 1, MAX_EXCHANGES_PER_PAGE, "limit"), parse_row_cursor(cursor)
+        rows = await self._context.store.read(
+            self._load_exchange_page, caller, session, unsettled, before, most + 1
+        )
+        shown = rows[:most]
+        return ExchangePage(
+            exchanges=await asyncio.to_thread(lambda: [_build_exchange_view(row) for row in shown]),
+            next_cursor=str(shown[-1]["n"]) if len(rows) > len(shown) else None,
+        )
 
 
 async def _load_exchange(tx: Tx, id: str) -> Row:
@@ -334,29 +361,123 @@ def _build_reply_back_state(exchange: Row, view: RunView) -> ReplyBackState:
     return ReplyBackState(turns=exchange["turns"], reason=exchanges.explain_missing_turns(exchange))
 
 
-def _validate_send_request(wanted: SendRequest, most: int) -> None:
-    validation.validate_message_content(wanted.message, most)
-    if wanted.session is not None and wanted.label is not None:
+def _validate_send_request(request: SendRequest, most: int) -> None:
+    validation.validate_message_content(request.message, most)
+    if request.session is not None and request.label is not None:
         raise InvalidInput(
             "Both sessionKey and label are given.", "Provide one of them, not both.", field="label"
         )
-    if wanted.session is None and wanted.label is None and wanted.agent_id is None:
+    if request.session is None and request.label is None and request.agent_id is None:
         raise InvalidInput(
             "No session is named.", "Provide sessionKey, label or agentId.", field="sessionKey"
         )
-    if wanted.session is not None and wanted.agent_id is not None:
+    if request.session is not None and request.agent_id is not None:
         raise InvalidInput(
             "Both sessionKey and agentId are given.",
             "Leave agentId out: the key says whose it is.",
             field="agentId",
         )
-    if wanted.reply_back is not None and not 0 <= wanted.reply_back <= MAX_REPLY_BACK_TURNS:
+    if request.reply_back is not None and not 0 <= request.reply_back <= MAX_REPLY_BACK_TURNS:
         raise InvalidInput(
-            f"'replyBack' is {wanted.reply_back}.", f"Use 0 to {MAX_REPLY_BACK_TURNS}.", field="replyBack"
+            f"'replyBack' is {request.reply_back}.", f"Use 0 to {MAX_REPLY_BACK_TURNS}.", field="replyBack"
         )
-    if not 0 <= wanted.timeout_seconds < float("inf"):
+    if not 0 <= request.timeout_seconds < float("inf"):
         raise InvalidInput(
-            f"'timeoutSeconds' is {wanted.timeout_seconds}.",
+            f"'timeoutSeconds' is {request.timeout_seconds}.",
             "Use 0 to return at once, or how many seconds to wait.",
             field="timeoutSeconds",
         )
+
+
+async def _load_exchange_with_runs(tx: Tx, reference: str) -> tuple[Row, list[tuple[int | None, Row]]]:
+    """Load an exchange and the runs that answered in it, each with its turn."""
+    row = await tx.one(exchanges.SQL.by_id, id=reference) or await _find_by_id_prefix(tx, reference)
+    ids: list[tuple[int | None, str]] = [(0, row["answered_by"] or row["id"])]
+    ids += [(turn, f"turn:{row['id']}:{turn}") for turn in range(1, row["turn"] + 1)]
+    ids.append((None, f"announce:{row['id']}"))
+    found = [(turn, await tx.one(lifecycle.SQL.by_id, id=run_id, viewer=None)) for turn, run_id in ids]
+    return row, [(turn, run) for turn, run in found if run is not None]
+
+
+async def _find_by_id_prefix(tx: Tx, prefix: str) -> Row:
+    found = await tx.all(
+        exchanges.SQL.ids_with_prefix,
+        prefix=prefix,
+        length=len(prefix),
+        recent=MAX_EXCHANGES_COMPARED,
+        limit=MAX_CANDIDATES + 1,
+    )
+    if not found or not prefix:
+        raise NotFound(
+            f"Exchange {prefix[:80]!r} was not found.", "Use an id that `antiphon exchanges` shows."
+        )
+    if len(found) > 1:
+        candidates = [row["id"] for row in found[:MAX_CANDIDATES]]
+        raise Ambiguous(
+            f"Several exchanges begin with {prefix[:80]!r}: {', '.join(candidates)}.",
+            "Use more of the id.",
+            candidates=candidates,
+        )
+    row = await tx.one(exchanges.SQL.by_id, id=found[0]["id"])
+    assert row is not None
+    return row
+
+
+def _build_exchange_detail(row: Row, answers: list[tuple[int | None, Row]]) -> ExchangeDetail:
+    view = msgspec.structs.replace(
+        _build_exchange_view(row),
+        message=_mask_secrets(row["message"]),
+        latest_reply=_mask_secrets(row["latest_reply"]),
+    )
+    steps = [
+        ExchangeStep(
+            run_id=run["id"],
+            session_key=keys.display_full_key(run["key"]),
+            turn=turn,
+            state=run["state"],
+            reply=_mask_secrets(run["reply"]),
+            error=_mask_secrets(run["error"]),
+            at=run["ended_at"] or run["started_at"] or run["created_at"],
+        )
+        for turn, run in answers
+    ]
+    return ExchangeDetail(exchange=view, steps=steps)
+
+
+def _mask_secrets(text: str | None) -> str | None:
+    return redact(text) if text else None
+
+
+def _build_exchange_view(row: Row) -> ExchangeView:
+    requester = row["requester_key"]
+    return ExchangeView(
+        id=row["id"],
+        requester_session_key=keys.display_full_key(requester) if requester else None,
+        target_session_key=keys.display_full_key(row["target_key"]),
+        phase=row["phase"],
+        turn=row["turn"],
+        turns=row["turns"],
+        announced=row["announced"],
+        current_run_id=row["current"] if row["settled_at"] is None else None,
+        chain_id=row["chain"],
+        hop=row["hop"],
+        message=_shorten_masked(row["message"]),
+        latest_reply=_shorten_masked(row["latest_reply"]),
+        created_at=row["created_at"],
+        settled_at=row["settled_at"],
+    )
+
+
+def _shorten_masked(text: str | None) -> str | None:
+    """Return the text shortened, with secrets masked; None if it was never set or is deleted."""
+    if not text:
+        return None
+    masked = redact(text)
+    # A secret cut at the end is not recognised, so the end is not shown.
+    if len(text) >= MAX_SCANNED_CHARACTERS:
+        masked = masked[: max(0, len(masked) - CUT_EDGE_CHARACTERS)]
+    return (
+        masked
+        if len(masked) <= MAX_SHOWN_CHARACTERS and len(text) < MAX_SCANNED_CHARACTERS
+        else f"{masked[:MAX_SHOWN_CHARACTERS]}…"
+    )

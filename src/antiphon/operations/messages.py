@@ -15,34 +15,15 @@ from antiphon.engine.collaboration import task_rows
 from antiphon.engine.collaboration.chains import ChainLink
 from antiphon.engine.runs import endings, lifecycle, run_queue
 from antiphon.engine.runs.effects import NO_EFFECTS, Effects
-from antiphon.engine.runs.run_options import RunOptions
 from antiphon.engine.runs.run_queue import Submission
 from antiphon.engine.sessions import resets, session_rows
 from antiphon.engine.validation import THINKING_LEVELS
 from antiphon.errors import InvalidInput
-from antiphon.messages import ImageBlock, Provenance, TextBlock, ToolResult, UserMessage
-from antiphon.operations import request_validation
-from antiphon.operations.request_origin import ChainOperations, RequestOrigin
+from antiphon.messages import ImageBlock, TextBlock, ToolResult, UserMessage
+from antiphon.operations.context import OperationContext
+from antiphon.operations.types import IncomingMessage, MessageReceipt, RequestOrigin
+from antiphon.operations.validation import require_current_conversation
 from antiphon.store import Row, Tx
-from antiphon.views import MessageReceipt
-
-
-class IncomingMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """A message to a session. `idempotency_key` becomes the run's id: sending it again changes nothing."""
-
-    session: str
-    content: str | list[TextBlock | ImageBlock] | ToolResult
-    """The text, or the result of a client-side tool that an earlier run of the session called."""
-    idempotency_key: str | None = None
-    origin: str = "chat"
-    model: str | None = None
-    thinking: str | None = None
-    instructions: str | None = None
-    options: RunOptions | None = None
-    timeout_seconds: float | None = None
-    provenance: Provenance | None = None
-    literal: bool = False
-    """Whether the content is plain text, even if it looks like a command."""
 
 
 class _TaskPlacement(NamedTuple):
@@ -53,7 +34,10 @@ class _TaskPlacement(NamedTuple):
     link: ChainLink | None = None
 
 
-class MessageOperations(ChainOperations):
+class MessageOperations:
+    def __init__(self, context: OperationContext) -> None:
+        self._context = context
+
     async def submit(self, caller: Caller, message: IncomingMessage) -> MessageReceipt:
         """Submit a message to a session. It is durable when this returns; its run starts by itself.
 
@@ -61,47 +45,47 @@ class MessageOperations(ChainOperations):
         has.
         """
         self._validate_message(message)
-        engine = self._require_engine()
-        now = self._clock.now()
+        worker = self._context.require_worker()
+        now = self._context.clock.now()
         run_id = message.idempotency_key or run_queue.new_run_id(now)
-        if (wanted := _parse_send_command(caller, message)) is not None:
-            return await self._run_send_command(caller, message.session, wanted, run_id, now)
-        accepted, row, news = await self._store.tx(self._submit, caller, message, run_id, now)
+        if (command := _parse_send_command(caller, message)) is not None:
+            return await self._run_send_command(caller, message.session, command, run_id, now)
+        accepted, row, news = await self._context.store.tx(self._submit, caller, message, run_id, now)
         if news == "create":
-            self._publish_change(row, news)
+            self._context.publish_change(row, news)
         elif news:
-            self._publish_to_session(row, "renewed")
-            self._publish_to_all_sessions(row, news)
-        await engine.dispatch_accepted_run(accepted)
+            self._context.publish_to_session(row, "renewed")
+            self._context.publish_to_all_sessions(row["key"], news)
+        await worker.dispatch_accepted_run(accepted)
         return _build_receipt(accepted, row)
 
     async def _run_send_command(
-        self, caller: Caller, session: str, wanted: send_policy.SendCommand, run_id: str, now: int
+        self, caller: Caller, session: str, command: send_policy.SendCommand, run_id: str, now: int
     ) -> MessageReceipt:
-        done = await self._store.tx(self._set_send_policy, caller, session, wanted, run_id, now)
-        accepted, row, reply, founded = done
-        if founded:
-            self._publish_change(row, "create")
+        done = await self._context.store.tx(self._set_send_policy, caller, session, command, run_id, now)
+        accepted, row, reply, created = done
+        if created:
+            self._context.publish_change(row, "create")
         if accepted.new:
             if reply is not None:
-                self._publish_change(row, "patch")
+                self._context.publish_change(row, "patch")
             ended = RunChanged(session_key=row["key"], run_id=run_id, state="ok", reply=reply, ended_at=now)
             for topic in (run_topic(run_id), session_topic(row["id"])):
-                self._bus.publish(topic, ended)
+                self._context.bus.publish(topic, ended)
         return _build_receipt(accepted, row)
 
     async def _set_send_policy(
-        self, tx: Tx, caller: Caller, session: str, wanted: send_policy.SendCommand, run_id: str, now: int
+        self, tx: Tx, caller: Caller, session: str, command: send_policy.SendCommand, run_id: str, now: int
     ) -> tuple[run_queue.AcceptedRun, Row, str | None, bool]:
         """Run the owner's `/send` command, even if the send policy blocks messages. From others it has no effect."""
-        row, founded = await self._open_or_create_session(tx, caller, "send", session, now)
-        request_validation.require_current_conversation(row, session)
-        reply = _SEND_COMMAND_REPLIES[wanted] if access.ADMIN_SCOPE in caller.scopes else None
-        new = await run_queue.record_command(tx, run_id, row["id"], f"send {wanted}", now, reply)
+        row, created = await self._context.open_or_create_session(tx, caller, "send", session, now)
+        require_current_conversation(row, session)
+        reply = _SEND_COMMAND_REPLIES[command] if access.ADMIN_SCOPE in caller.scopes else None
+        new = await run_queue.record_command(tx, run_id, row["id"], f"send {command}", now, reply)
         if new and reply is not None:
-            setting = None if wanted == "inherit" else wanted
+            setting = None if command == "inherit" else command
             await session_rows.patch_session(tx, row["id"], {"send_policy": setting}, now)
-        return run_queue.AcceptedRun(run_id, row["id"], row["key"], "ok", new=new), row, reply, founded
+        return run_queue.AcceptedRun(run_id, row["id"], row["key"], "ok", new=new), row, reply, created
 
     async def steer(
         self, caller: Caller, message: IncomingMessage, origin: RequestOrigin | None = None
@@ -111,23 +95,23 @@ class MessageOperations(ChainOperations):
         A repeated message stops nothing.
         """
         self._validate_message(message)
-        engine = self._require_engine()
-        now = self._clock.now()
+        worker = self._context.require_worker()
+        now = self._context.clock.now()
         run_id = message.idempotency_key or run_queue.new_run_id(now)
-        stopped, accepted, row = await self._store.tx(
+        stopped, accepted, row = await self._context.store.tx(
             self._steer, caller, message, run_id, origin or RequestOrigin(), now
         )
-        await engine.apply_effects(stopped)
-        await engine.dispatch_accepted_run(accepted)
+        await worker.apply_effects(stopped)
+        await worker.dispatch_accepted_run(accepted)
         run_ids = stopped.stopped_run_ids
         if run_ids:
-            self._publish_change(row, "abort")
+            self._context.publish_change(row, "abort")
         return _build_receipt(accepted, row), run_ids
 
     async def _steer(
         self, tx: Tx, caller: Caller, message: IncomingMessage, run_id: str, origin: RequestOrigin, now: int
     ) -> tuple[Effects, run_queue.AcceptedRun, Row]:
-        session = await self._session_resolver.open(tx, caller, "control", message.session)
+        session = await self._context.session_resolver.open(tx, caller, "control", message.session)
         stopped, place = NO_EFFECTS, _TaskPlacement()
         if await tx.one(lifecycle.SQL.find_accepted, id=run_id) is None:
             place = await self._resolve_placement(tx, caller, session, run_id, origin)
@@ -141,7 +125,7 @@ class MessageOperations(ChainOperations):
         """Attach the message to the sub-agent's task: the new run, not the stopped one, gives the task's result."""
         link = None
         if own := await tx.one(session_rows.SQL.all_columns_by_key, key=caller.session_key):
-            link = await self._build_chain_link(tx, origin, own["id"], run_id)
+            link = await self._context.build_chain_link(tx, origin, own["id"], run_id)
         task = await task_rows.continue_task(tx, session["key"], run_id, even_announcing=True)
         return _TaskPlacement(task.n, task.deadline_at, link)
 
@@ -155,14 +139,14 @@ class MessageOperations(ChainOperations):
         place: _TaskPlacement | None = None,
     ) -> tuple[run_queue.AcceptedRun, Row, str | None]:
         """Return the accepted run, the session, and why the session was created or renewed, if it was."""
-        row, founded = await self._open_or_create_session(tx, caller, "send", message.session, now)
-        request_validation.require_current_conversation(row, message.session)
+        row, created = await self._context.open_or_create_session(tx, caller, "send", message.session, now)
+        require_current_conversation(row, message.session)
         said_on = keys.WEBCHAT_CHANNEL if caller.is_operator and message.provenance is None else None
-        self._session_resolver.check_send(row, said_on)
+        self._context.session_resolver.check_send(row, said_on)
         if said_on and not (row["channel"] or row["last_channel"]):  # once per session
             await tx.do(session_rows.SQL.record_channel, id=row["id"], channel=said_on, to=row["key"])
-        news = "create" if founded else None
-        if self._reset_rules and place is None and not founded:
+        news = "create" if created else None
+        if self._reset_rules and place is None and not created:
             news = await self._find_reset_reason(tx, caller, message, row, run_id, now)
             row = await _renew_session(tx, caller, row, news, now) if news else row
         timeout = message.timeout_seconds
@@ -178,17 +162,17 @@ class MessageOperations(ChainOperations):
             model=message.model,
             thinking=message.thinking,
             deadline_at=deadline if timeout is None else now + round(timeout * 1000),
-            max_queued=self.config.store.lane_max_queued,
+            max_queued=self._context.config.store.lane_max_queued,
             task=task,
             chain=link.chain if link else None,
             hop=link.hop if link else 0,
-            agent_id=self._session_resolver.find_addressed_agent(caller, message.session),
+            agent_id=self._context.session_resolver.find_addressed_agent(caller, message.session),
         )
         return await run_queue.submit(tx, submission, now), row, news
 
     @cached_property
     def _reset_rules(self) -> resets.ResetRules | None:
-        return resets.build_reset_rules(self.config.session)
+        return resets.build_reset_rules(self._context.config.session)
 
     async def _find_reset_reason(
         self, tx: Tx, caller: Caller, message: IncomingMessage, row: Row, run_id: str, now: int
@@ -213,7 +197,7 @@ class MessageOperations(ChainOperations):
 
     def _validate_message(self, message: IncomingMessage) -> None:
         """Check everything about a message that needs no lookup."""
-        most = self.config.store.message_max_bytes
+        most = self._context.config.store.message_max_bytes
         if isinstance(message.content, ToolResult):
             validation.validate_message_size(message.content.content, most, beside=message.instructions)
         else:
@@ -240,7 +224,7 @@ class MessageOperations(ChainOperations):
                 field="thinking",
             )
         if message.model is not None:
-            self.config.find_model(message.model)
+            self._context.config.find_model(message.model)
 
 
 _SEND_COMMAND_REPLIES: dict[send_policy.SendCommand, str] = {

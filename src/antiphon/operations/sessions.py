@@ -1,40 +1,60 @@
-"""Creates sessions and changes their settings."""
+"""Sessions: creating, changing, describing, listing and deleting them, and acting as one."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from antiphon import access, keys
 from antiphon.access import Action, Caller
+from antiphon.engine import idempotency, validation
+from antiphon.engine.idempotency import IdempotentCommand
+from antiphon.engine.runs import lifecycle
 from antiphon.engine.sessions import session_rows
+from antiphon.engine.sessions.identity import SessionIdentity, SessionIdentityResolver
+from antiphon.engine.sessions.transcripts import Entry
 from antiphon.engine.validation import THINKING_LEVELS
-from antiphon.errors import InvalidInput
-from antiphon.operations import request_validation
+from antiphon.errors import Forbidden, InvalidInput, NotFound
 from antiphon.operations.context import OperationContext
-from antiphon.store import Row, Tx
-from antiphon.views import SessionView
+from antiphon.operations.runs import IdleChange, RunOperations
+from antiphon.operations.transcripts import TranscriptOperations
+from antiphon.operations.types import (
+    MAX_LIST_ROWS,
+    ListFilter,
+    RunView,
+    SessionOverview,
+    SessionPage,
+    SessionPatch,
+    SessionsSummary,
+    SessionStatusView,
+    SessionView,
+    UsageLine,
+)
+from antiphon.operations.validation import (
+    MAX_LABEL_CHARACTERS,
+    SEND_POLICIES,
+    VERBOSE_LEVELS,
+    require_current_conversation,
+    require_deletable_key,
+    validate_and_clamp,
+    validate_choice,
+    validate_printable_name,
+)
+from antiphon.store import Row, Tx, listing
+from antiphon.store.listing import SESSION_KINDS, SessionListQuery, SessionListRow
 
 MAX_DISPLAY_NAME_CHARACTERS = 200
+MAX_LISTED_RUNS = 50  # in the status of a session; further runs are left out
+MAX_MESSAGES_PER_SESSION = 20  # of each session in an overview
+# Hidden sessions beyond this number are not counted; the exact number does not matter.
+MAX_HIDDEN_COUNTED = 1000
+MAX_MESSAGE_BYTES = 256 * 1024  # of one message in an overview
 
 _Settings: TypeAlias = Mapping[str, str | int | None]
-
-
-class SessionPatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings to change on a session. Unset fields stay as they are; None removes a setting."""
-
-    label: str | UnsetType | None = UNSET
-    display_name: str | UnsetType | None = UNSET
-    model: str | UnsetType | None = UNSET
-    thinking_level: str | UnsetType | None = UNSET
-    verbose_level: str | UnsetType | None = UNSET
-    send_policy: str | UnsetType | None = UNSET
-    archived: bool | UnsetType | None = UNSET
-
 
 _COLUMN_BY_FIELD = {
     "thinking_level": "thinking",
@@ -42,22 +62,53 @@ _COLUMN_BY_FIELD = {
 }  # all other fields are named like their column
 
 
-class SessionOperations(OperationContext):
+class MessageBudget(NamedTuple):
+    """Size limits for the messages in an overview: in total, per message, and the overhead of a row."""
+
+    total_bytes: int = 4 * 2**20
+    message_bytes: int = MAX_MESSAGE_BYTES
+    row_bytes: int = 0
+
+
+DEFAULT_MESSAGE_BUDGET = MessageBudget()
+
+
+class ActingSession(NamedTuple):
+    """A session and its identity, exactly as a run in it would have it."""
+
+    session: SessionView
+    actor: SessionIdentity
+
+
+class _SessionRows(NamedTuple):
+    described: Row
+    row: Row
+
+
+class SessionOperations:
+    def __init__(
+        self, context: OperationContext, runs: RunOperations, transcripts: TranscriptOperations
+    ) -> None:
+        self._context = context
+        self._runs = runs
+        self._transcripts = transcripts
+        self._identities = SessionIdentityResolver(context.config, context.session_resolver, context.toolbox)
+
     def is_main(self, caller: Caller, session: str) -> bool:
         """Whether this names the main session of a configured agent, which need not exist yet."""
-        return self._session_resolver.is_main_session(caller, session)
+        return self._context.session_resolver.is_main_session(caller, session)
 
     async def open(self, caller: Caller, session: str) -> SessionView:
         """Return the session; it is created if it does not exist."""
-        row, founded = await self._store.tx(self._open, caller, session, self._clock.now())
-        if founded:
-            self._publish_change(row, "create")
-        return self._build_session_view(caller, row)
+        row, created = await self._context.store.tx(self._open, caller, session, self._context.clock.now())
+        if created:
+            self._context.publish_change(row, "create")
+        return self._context.build_session_view(caller, row)
 
     async def _open(self, tx: Tx, caller: Caller, session: str, now: int) -> tuple[Row, bool]:
-        row, founded = await self._open_or_create_session(tx, caller, "send", session, now)
-        request_validation.require_current_conversation(row, session)
-        return await self._load_described_session(tx, row["id"]), founded
+        row, created = await self._context.open_or_create_session(tx, caller, "send", session, now)
+        require_current_conversation(row, session)
+        return await session_rows.load_described_session(tx, row["id"]), created
 
     async def create(
         self,
@@ -77,17 +128,19 @@ class SessionOperations(OperationContext):
         access.require_scope(caller, "send")
         agent = None if agent_id is None else keys.validate_agent_id(agent_id)
         if session is None:
-            owner = agent or caller.agent_id or self.config.default_agent_id
+            owner = agent or caller.agent_id or self._context.config.default_agent_id
             session = str(keys.owned_key(owner, "dashboard", str(uuid.uuid4())))
         given = {"label": label, "display_name": display_name, "model": model}
         settings = {
             name: self._validate_setting(name, value) for name, value in given.items() if value is not None
         }
-        now = self._clock.now()
-        row, reason = await self._store.tx(self._create, caller, session, agent, parent, settings, now)
+        now = self._context.clock.now()
+        row, reason = await self._context.store.tx(
+            self._create, caller, session, agent, parent, settings, now
+        )
         if reason:
-            self._publish_change(row, reason)
-        return self._build_session_view(caller, row)
+            self._context.publish_change(row, reason)
+        return self._context.build_session_view(caller, row)
 
     async def _create(
         self,
@@ -100,20 +153,22 @@ class SessionOperations(OperationContext):
         now: int,
     ) -> tuple[Row, str | None]:
         # The parent first: a session cannot be its own parent, and must not be created to become it.
-        above = None if parent is None else await self._session_resolver.open(tx, caller, "send", parent)
-        row, founded = await self._open_or_create_session(tx, caller, "send", session, now)
-        request_validation.require_current_conversation(row, session)
+        above = (
+            None if parent is None else await self._context.session_resolver.open(tx, caller, "send", parent)
+        )
+        row, created = await self._context.open_or_create_session(tx, caller, "send", session, now)
+        require_current_conversation(row, session)
         _check_agent(row, agent)
-        if founded and above:
+        if created and above:
             await session_rows.attach_to_parent(tx, row["id"], above["id"])
-        before = await self._load_described_session(tx, row["id"])
+        before = await session_rows.load_described_session(tx, row["id"])
         changed = {column: value for column, value in settings.items() if value != before[column]}
         if changed:
-            if not founded:
-                self._session_resolver.authorize(caller, "control", row, session)
+            if not created:
+                self._context.session_resolver.authorize(caller, "control", row, session)
             await session_rows.patch_session(tx, row["id"], changed, now)
-        reason = "create" if founded else "patch" if changed else None
-        return await self._load_described_session(tx, row["id"]), reason
+        reason = "create" if created else "patch" if changed else None
+        return await session_rows.load_described_session(tx, row["id"]), reason
 
     async def patch(self, caller: Caller, session: str, changes: SessionPatch) -> SessionView:
         """Change the given settings, all or none. A key without a session gets one.
@@ -128,20 +183,22 @@ class SessionOperations(OperationContext):
             for name, value in given.items()
             if value is not UNSET
         }
-        row, founded = await self._store.tx(self._patch, caller, action, session, settings, self._clock.now())
-        if founded:
-            self._publish_change(row, "create")
+        row, created = await self._context.store.tx(
+            self._patch, caller, action, session, settings, self._context.clock.now()
+        )
+        if created:
+            self._context.publish_change(row, "create")
         if settings:
-            self._publish_change(row, "patch")
-        return self._build_session_view(caller, row)
+            self._context.publish_change(row, "patch")
+        return self._context.build_session_view(caller, row)
 
     async def _patch(
         self, tx: Tx, caller: Caller, action: Action, session: str, settings: _Settings, now: int
     ) -> tuple[Row, bool]:
-        row, founded = await self._open_or_create_session(tx, caller, action, session, now)
+        row, created = await self._context.open_or_create_session(tx, caller, action, session, now)
         if settings:
             await session_rows.patch_session(tx, row["id"], settings, now)
-        return await self._load_described_session(tx, row["id"]), founded
+        return await session_rows.load_described_session(tx, row["id"]), created
 
     def _validate_setting(self, field: str, value: str | bool | None) -> str | int | None:
         """Return a setting in its stored form."""
@@ -149,24 +206,248 @@ class SessionOperations(OperationContext):
             case "archived", _:
                 return int(bool(value))
             case "label", str():
-                return request_validation.validate_printable_name(
-                    value, request_validation.MAX_LABEL_CHARACTERS, "label"
-                )
+                return validate_printable_name(value, MAX_LABEL_CHARACTERS, "label")
             case "display_name", str():
-                return request_validation.validate_printable_name(
-                    value, MAX_DISPLAY_NAME_CHARACTERS, "displayName"
-                )
+                return validate_printable_name(value, MAX_DISPLAY_NAME_CHARACTERS, "displayName")
             case "model", str():
-                self.config.find_model(value)
+                self._context.config.find_model(value)
             case "thinking_level", str():
-                request_validation.validate_choice(value, THINKING_LEVELS, "thinkingLevel")
+                validate_choice(value, THINKING_LEVELS, "thinkingLevel")
             case "verbose_level", str():
-                request_validation.validate_choice(value, request_validation.VERBOSE_LEVELS, "verboseLevel")
+                validate_choice(value, VERBOSE_LEVELS, "verboseLevel")
             case "send_policy", str():
-                request_validation.validate_choice(value, request_validation.SEND_POLICIES, "sendPolicy")
+                validate_choice(value, SEND_POLICIES, "sendPolicy")
             case _:
                 return None
         return value
+
+    async def delete(
+        self,
+        caller: Caller,
+        session: str,
+        timeout: float = 15.0,
+        *,
+        key: str | None = None,
+        expected: str | None = None,
+    ) -> bool:
+        """Delete a session with all its conversations; return False if it does not exist. Its sub-agents stay.
+
+        When a person deletes it, the result of the task that it was spawned for is deleted too. With `expected`, it is
+        deleted only if that is its conversation. A repeated call with the same key deletes nothing, even if the name is
+        in use again.
+        """
+        validation.validate_idempotency_key(key)
+        access.require_scope(caller, "manage")
+        plan = _plan_deletion(caller, session, key, expected)
+        try:
+            row = await self._runs.change_when_idle(caller, session, plan, timeout)
+        except NotFound:
+            return False
+        if row is not None:
+            self._context.publish_change(row, "delete")
+        return True
+
+    # --- one session ---
+
+    async def describe(self, caller: Caller, session: str, *, with_file: bool = True) -> SessionView:
+        """Return one session as a list row, with its active run; `with_file` also looks for its transcript file."""
+        row, active = await self._context.store.read(self._load_session_and_run, caller, session)
+        if with_file:
+            await self._context.find_transcript_files([(row["session_id"], row["key"])])
+        view = self._context.build_session_view(caller, row)
+        return msgspec.structs.replace(view, active_run_id=active["id"]) if active else view
+
+    async def _load_session_and_run(self, tx: Tx, caller: Caller, session: str) -> tuple[Row, Row | None]:
+        row = await self._context.session_resolver.open(tx, caller, "read", session)
+        return await session_rows.load_described_session(tx, row["id"]), await tx.one(
+            lifecycle.SQL.active_in_session, session=row["id"]
+        )
+
+    async def get_status(self, caller: Caller, session: str) -> SessionStatusView:
+        """Return the status of a session; for callers that may read it."""
+        row, runs, usage = await self._context.store.read(self._load_status, caller, session)
+        await self._context.find_transcript_files([(row["session_id"], row["key"])])
+        return SessionStatusView(
+            session=self._context.build_session_view(caller, row), runs=runs, usage=usage
+        )
+
+    async def _load_status(
+        self, tx: Tx, caller: Caller, session: str
+    ) -> tuple[Row, list[RunView], list[UsageLine]]:
+        row, _ = await self._load_session_and_run(tx, caller, session)
+        unfinished = await self._runs.load_unfinished(tx, caller, session)
+        runs = [await self._runs.load_view(tx, caller, run_id) for run_id in unfinished[:MAX_LISTED_RUNS]]
+        return row, runs, await self._transcripts.load_usage(tx, caller, session, tree=False)
+
+    async def act_as(self, caller: Caller, session: str) -> ActingSession:
+        """Return the identity of a session, which is created if it does not exist; for operators only.
+
+        It has the rights of the session's agent, which are fewer than an operator's.
+        """
+        if not caller.is_operator:
+            raise Forbidden("An agent acts as its own session.", "Use its own tools.", action="send")
+        found, created = await self._context.store.tx(
+            self._act_as, caller, session, self._context.clock.now()
+        )
+        if created:
+            self._context.publish_change(found.described, "create")
+        return self._build_acting_session(caller, session, found)
+
+    async def describe_actor(self, caller: Caller, session: str) -> ActingSession:
+        """Return the identity of a session without creating it, to find out what the session could do."""
+        return self._build_acting_session(
+            caller, session, await self._context.store.read(self._load_actor_session, caller, session)
+        )
+
+    async def _act_as(self, tx: Tx, caller: Caller, session: str, now: int) -> tuple[_SessionRows, bool]:
+        row, created = await self._context.open_or_create_session(tx, caller, "send", session, now)
+        require_current_conversation(row, session)
+        return await self._load_session_rows(tx, row["id"]), created
+
+    async def _load_actor_session(self, tx: Tx, caller: Caller, session: str) -> _SessionRows:
+        row = await self._context.session_resolver.open(tx, caller, "read", session)
+        return await self._load_session_rows(tx, row["id"])
+
+    async def _load_session_rows(self, tx: Tx, id: int) -> _SessionRows:
+        row = await tx.one(session_rows.SQL.by_id, id=id)
+        assert row is not None
+        return _SessionRows(await session_rows.load_described_session(tx, id), row)
+
+    def _build_acting_session(self, caller: Caller, session: str, found: _SessionRows) -> ActingSession:
+        row = found.row
+        agent_id = self._context.session_resolver.find_addressed_agent(caller, session) or row["agent_id"]
+        actor = self._identities.resolve(
+            agent_id, row["key"], sandboxed=bool(row["sandboxed"]), envelope=row["envelope"]
+        )
+        return ActingSession(self._context.build_session_view(caller, found.described), actor)
+
+    # --- many sessions ---
+
+    async def get_summary(self, caller: Caller) -> SessionsSummary:
+        """Return counts over all sessions; for operators that may read every session."""
+        access.require_operator(caller, "list")
+        return await self._context.store.read(_load_summary)
+
+    async def _build_session_page(
+        self, caller: Caller, rows: Sequence[SessionListRow], limit: int
+    ) -> SessionPage:
+        """Build a page from up to `limit` + 1 rows; the extra row only shows that more follow."""
+        shown = rows[:limit]
+        await self._context.find_transcript_files((row.session_id, row.key) for row in shown)
+        return SessionPage(
+            count=len(shown),
+            sessions=[self._context.build_listed_view(caller, row) for row in shown],
+            scope="all" if caller.is_operator else self._context.session_resolver.get_grants(caller).read,
+            next_cursor=_format_cursor(shown[-1]) if len(rows) > limit else None,
+        )
+
+    async def get_overview(
+        self,
+        caller: Caller,
+        filter: ListFilter,
+        messages: int = 0,
+        *,
+        room: MessageBudget = DEFAULT_MESSAGE_BUDGET,
+    ) -> SessionOverview:
+        """Return `list` with the last messages of each session and the number of hidden ones, in one snapshot.
+
+        Messages are read for the first rows only, until `room` is used up.
+        """
+        access.require_scope(caller, "list")
+        limit = validate_and_clamp(filter.limit, 1, MAX_LIST_ROWS, "limit")
+        messages = validate_and_clamp(messages, 0, MAX_MESSAGES_PER_SESSION, "messages")
+        rows, said, hidden = await self._context.store.read(
+            self._load_overview, caller, filter, limit + 1, messages, room
+        )
+        return SessionOverview(
+            page=await self._build_session_page(caller, rows, limit),
+            cursors=[_format_cursor(row) for row in rows[:limit]],
+            said=said,
+            hidden=hidden,
+            hint=self._build_visibility_hint(caller, hidden),
+        )
+
+    def _build_visibility_hint(self, caller: Caller, hidden: int) -> str | None:
+        """Return which settings restrict what an agent is shown; None if nothing is hidden."""
+        if caller.is_operator:
+            return None
+        scope = self._context.session_resolver.get_grants(caller).read
+        if scope == "all":
+            if not hidden:
+                return None
+            return (
+                "Sessions of other agents are shown where tools.agentToAgent.enabled is true and "
+                "tools.agentToAgent.allow names both agents."
+            )
+        boxed = " or agents.defaults.sandbox.sessionToolsVisibility" if caller.sandboxed else ""
+        return (
+            f"Only what visibility {scope!r} admits is shown. The operator can widen it with "
+            f"tools.sessions.visibility{boxed}; sessions of other agents need tools.agentToAgent, too."
+        )
+
+    async def _load_overview(
+        self, tx: Tx, caller: Caller, filter: ListFilter, limit: int, messages: int, room: MessageBudget
+    ) -> tuple[Sequence[SessionListRow], Sequence[Sequence[Entry]], int]:
+        rows = await self._load_list(tx, caller, filter, limit)
+        asked = rows[: limit - 1] if messages else ()
+        return (
+            rows,
+            await _load_last_messages(tx, asked, messages, room),
+            await self._count_hidden(tx, caller),
+        )
+
+    async def _count_hidden(self, tx: Tx, caller: Caller) -> int:
+        """Count the sessions hidden from this caller, up to `MAX_HIDDEN_COUNTED`."""
+        reach = access.compute_reach(caller, self._context.session_resolver.get_grants(caller))
+        if reach.own_key is None:
+            return 0
+        agents = [agent for agent in await listing.list_agent_ids(tx) if not reach.admits_agent(agent)]
+        return await listing.count_hidden_sessions(
+            tx, agents, reach.own_key, descendants=reach.descendants, most=MAX_HIDDEN_COUNTED
+        )
+
+    async def _load_list(
+        self, tx: Tx, caller: Caller, filter: ListFilter, limit: int
+    ) -> list[SessionListRow]:
+        wish = await self._build_list_query(tx, caller, filter, limit)
+        return await listing.load_session_page(tx, wish) if wish else []
+
+    async def _build_list_query(
+        self, tx: Tx, caller: Caller, filter: ListFilter, limit: int
+    ) -> SessionListQuery | None:
+        """Build the query from the caller's filters and reach; None if it cannot match anything."""
+        reach = access.compute_reach(caller, self._context.session_resolver.get_grants(caller))
+        agents = None if reach.everything else await listing.load_admitted_agents(tx, reach.admits_agent)
+        only = None if filter.agent_id is None else keys.validate_agent_id(filter.agent_id)
+        if only is not None:
+            agents = [only] if agents is None or only in agents else []
+        parent = None
+        if filter.spawned_by is not None:
+            parent = (await self._context.session_resolver.open(tx, caller, "list", filter.spawned_by))["key"]
+        if agents == [] and reach.own_key is None:
+            return None
+        active = filter.active_minutes
+        return SessionListQuery(
+            limit=limit,
+            kinds=_validate_kinds(filter.kinds),
+            agents=agents,
+            own_key=reach.own_key,
+            descendants=reach.descendants,
+            only_agent=only,
+            label=filter.label,
+            parent=parent,
+            search=filter.search,
+            active_since=None if active is None else self._context.clock.now() - round(active * 60_000),
+            archived=filter.include_archived,
+            cursor=_parse_cursor(filter.cursor),
+        )
+
+    async def list(self, caller: Caller, filter: ListFilter) -> SessionPage:
+        """Return the sessions that the caller may read, newest first."""
+        access.require_scope(caller, "list")
+        limit = validate_and_clamp(filter.limit, 1, MAX_LIST_ROWS, "limit")
+        rows = await self._context.store.read(self._load_list, caller, filter, limit + 1)
+        return await self._build_session_page(caller, rows, limit)
 
 
 def _check_agent(row: Row, agent: str | None) -> None:
@@ -176,3 +457,77 @@ def _check_agent(row: Row, agent: str | None) -> None:
             "Leave out one of the two, or write the key in full.",
             field="agentId",
         )
+
+
+def _plan_deletion(caller: Caller, session: str, key: str | None, expected: str | None) -> IdleChange:
+    command = IdempotentCommand(key, ("delete", session, expected))
+
+    async def done(tx: Tx, now: int) -> bool:
+        return await idempotency.load_recorded_answer(tx, command, bool) is not None
+
+    def check(row: Row) -> None:
+        require_current_conversation(row, session, expected)
+        require_deletable_key(row["key"])
+
+    async def forget(tx: Tx, row: Row, now: int) -> Row:
+        await session_rows.delete_session(tx, row["id"], row["key"], now)
+        if caller.is_operator:
+            await session_rows.delete_task_texts(tx, row["id"], row["key"])
+        await idempotency.record_answer(tx, command, True, now)
+        return row
+
+    return IdleChange(done, check, forget)
+
+
+def _validate_kinds(filter: Sequence[str] | None) -> Sequence[str]:
+    unknown = set(filter or ()) - set(SESSION_KINDS)
+    if unknown:
+        raise InvalidInput(
+            f"There is no kind {sorted(unknown)[0]!r}.",
+            f"The kinds are {', '.join(SESSION_KINDS)}.",
+            field="kinds",
+        )
+    return tuple(dict.fromkeys(filter)) if filter else SESSION_KINDS
+
+
+def _parse_cursor(text: str | None) -> tuple[int, str] | None:
+    if text is None:
+        return None
+    at, _, key = text.partition("|")
+    if not (at.isdecimal() and len(at) < 18 and key):
+        raise InvalidInput(
+            f"The cursor {text[:80]!r} is not one of ours.",
+            "Pass nextCursor as it was given.",
+            field="cursor",
+        )
+    return int(at), key
+
+
+def _format_cursor(row: SessionListRow) -> str:
+    return f"{row.updated_at}|{row.key}"
+
+
+async def _load_last_messages(
+    tx: Tx, rows: Sequence[SessionListRow], limit: int, room: MessageBudget
+) -> Sequence[Sequence[Entry]]:
+    """Load the last messages of each row, oldest first, for as many rows as the budget allows."""
+    left = room.total_bytes
+    said: list[Sequence[Entry]] = []
+    for row in rows:
+        found = await listing.load_last_messages(tx, row.id, limit, MAX_MESSAGE_BYTES)
+        entries = [Entry(*entry) for entry in reversed(found)]
+        said.append(entries)
+        left -= room.row_bytes + sum(min(len(entry.body), room.message_bytes) for entry in entries)
+        if left < 0:
+            break
+    return said
+
+
+async def _load_summary(tx: Tx) -> SessionsSummary:
+    counted = await tx.all(listing.SQL.count_by_agent)
+    going_on = await tx.one(listing.SQL.count_active_runs)
+    assert going_on is not None
+    agents = {row["agent_id"]: row["sessions"] for row in counted}
+    return SessionsSummary(
+        sessions=sum(agents.values()), queued=going_on["queued"], running=going_on["running"], agents=agents
+    )

@@ -6,12 +6,9 @@ maximum permissions are fixed here, once, in its envelope.
 
 from __future__ import annotations
 
-import hashlib
 import uuid
 from collections.abc import Collection, Iterable, Sequence
-from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -19,7 +16,7 @@ from antiphon import access, keys
 from antiphon.access import Action, Caller, TargetSession
 from antiphon.engine import validation
 from antiphon.engine.collaboration import attachments, prompts, task_rows
-from antiphon.engine.collaboration.attachments import AttachmentLimits, SpawnAttachment
+from antiphon.engine.collaboration.attachments import AttachmentLimits
 from antiphon.engine.collaboration.chains import ChainLink
 from antiphon.engine.collaboration.permissions import (
     SPAWN_TOOL_NAME,
@@ -29,16 +26,15 @@ from antiphon.engine.collaboration.permissions import (
 from antiphon.engine.collaboration.subagents import ValidatedSpawn
 from antiphon.engine.collaboration.task_rows import TaskOptions
 from antiphon.engine.outbox import delivery_rows
-from antiphon.engine.sessions.resolver import SessionResolver
-from antiphon.engine.toolbox import Toolbox
 from antiphon.errors import Forbidden, InvalidInput, NotFound, SpawnRefused
 from antiphon.keys import SessionKey
-from antiphon.operations import request_validation
+from antiphon.operations.context import OperationContext
+from antiphon.operations.types import SpawnRequest
+from antiphon.operations.validation import MAX_LABEL_CHARACTERS, validate_choice, validate_printable_name
 from antiphon.store import Row, Tx
-from antiphon.store.transcript_files import TranscriptFiles
 
 if TYPE_CHECKING:
-    from antiphon.config import AgentConfig, Config
+    from antiphon.config import AgentConfig
 
 # Failures in a row of the same task, and how long it is then refused.
 MAX_CONSECUTIVE_FAILURES, BREAKER_COOLDOWN_MILLISECONDS = (
@@ -48,56 +44,6 @@ MAX_CONSECUTIVE_FAILURES, BREAKER_COOLDOWN_MILLISECONDS = (
 CHILD_ID_NAMESPACE = uuid.UUID("3f1c8a5e-2a56-4f0e-8a70-6b7d1f6f9f21")
 MAX_RUN_TIMEOUT_SECONDS = 30 * 86_400
 MAX_MOUNT_PATH_CHARACTERS = 400
-
-
-class SpawnRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A request for a sub-agent. Fields that are left out use the configured defaults."""
-
-    task: str
-    label: str | None = None
-    agent_id: str | None = None
-    model: str | None = None
-    thinking: str | None = None
-    run_timeout_seconds: float | None = None
-    thread: bool = False
-    mode: Literal["run", "session"] | None = None
-    cleanup: Literal["delete", "keep"] = "keep"
-    sandbox: Literal["inherit", "require"] = "inherit"
-    attachments: Sequence[SpawnAttachment] = ()
-    mount_path: str | None = None
-    runtime: Literal["subagent", "acp"] = "subagent"
-    idempotency_key: str | None = None
-    announce: Literal["channel", "parent", "none"] = "channel"
-
-    def compute_digest(self, requester_key: str) -> str:
-        """Return a digest of the whole request and its requester, to recognise a repeated idempotency key."""
-        seconds = self.run_timeout_seconds
-        asked = [
-            requester_key,
-            self.task,
-            self.label,
-            self.agent_id,
-            self.model,
-            self.thinking,
-            None if seconds is None else float(seconds),
-            self.thread,
-            self.mode,
-            self.cleanup,
-            self.sandbox,
-            self._files_digest,
-            self.mount_path,
-            self.runtime,
-            self.announce,
-        ]
-        return hashlib.sha256(msgspec.json.encode(asked)).hexdigest()[:32]
-
-    @cached_property
-    def _files_digest(self) -> list[tuple[str, str, str | None, str]]:
-        """Digests of the attachments, cached because the files may be megabytes and are hashed in a transaction."""
-        return [
-            (file.name, file.encoding, file.mime_type, hashlib.sha256(file.content.encode()).hexdigest())
-            for file in self.attachments
-        ]
 
 
 class SpawnRequester(NamedTuple):
@@ -115,55 +61,45 @@ class SpawnRequester(NamedTuple):
 class SpawnRules:
     """Applies the configured rules for spawning."""
 
-    def __init__(
-        self,
-        config: Config,
-        door: SessionResolver,
-        toolbox: Toolbox,
-        state_dir: Path,
-        files: TranscriptFiles | None,
-    ) -> None:
-        self._config = config
-        self._session_resolver = door
-        self._toolbox = toolbox
-        self._envelopes = SubagentPermissionResolver(config, toolbox)
-        self._state_dir = state_dir
+    def __init__(self, context: OperationContext) -> None:
+        self._config = context.config
+        self._session_resolver = context.session_resolver
+        self._toolbox = context.toolbox
+        self._envelopes = SubagentPermissionResolver(context.config, context.toolbox)
+        self._state_dir = context.state_dir
+        files = context.transcript_files
         self._transcripts_folder = "" if files is None else str(files.folder)
 
     # --- checks that need no lookup ---
 
-    def validate_request(self, wanted: SpawnRequest) -> list[tuple[str, bytes]]:
+    def validate_request(self, request: SpawnRequest) -> list[tuple[str, bytes]]:
         """Validate the request and return its attachments as bytes."""
-        validation.validate_message_content(wanted.task, self._config.store.message_max_bytes, field="task")
-        if wanted.label is not None:
-            request_validation.validate_printable_name(
-                wanted.label, request_validation.MAX_LABEL_CHARACTERS, "label"
-            )
-        if wanted.agent_id is not None:
-            keys.validate_agent_id(wanted.agent_id)
-        if wanted.thinking is not None:
-            request_validation.validate_choice(wanted.thinking, validation.THINKING_LEVELS, "thinking")
-        if wanted.model is not None:
-            self._config.find_model(wanted.model)
-        seconds = wanted.run_timeout_seconds
+        validation.validate_message_content(request.task, self._config.store.message_max_bytes, field="task")
+        if request.label is not None:
+            validate_printable_name(request.label, MAX_LABEL_CHARACTERS, "label")
+        if request.agent_id is not None:
+            keys.validate_agent_id(request.agent_id)
+        if request.thinking is not None:
+            validate_choice(request.thinking, validation.THINKING_LEVELS, "thinking")
+        if request.model is not None:
+            self._config.find_model(request.model)
+        seconds = request.run_timeout_seconds
         if seconds is not None and not 0 <= seconds <= MAX_RUN_TIMEOUT_SECONDS:
             raise InvalidInput(
                 f"'runTimeoutSeconds' is {seconds}.",
                 f"Use 0 for none, or up to {MAX_RUN_TIMEOUT_SECONDS}.",
                 field="runTimeoutSeconds",
             )
-        _check_mode(wanted)
-        return self._validate_attachments(wanted)
+        _check_mode(request)
+        return self._validate_attachments(request)
 
-    def _validate_attachments(self, wanted: SpawnRequest) -> list[tuple[str, bytes]]:
+    def _validate_attachments(self, request: SpawnRequest) -> list[tuple[str, bytes]]:
         given = self._config.tools.sessions_spawn.attachments
-        if wanted.mount_path is not None:
-            request_validation.validate_printable_name(
-                wanted.mount_path, MAX_MOUNT_PATH_CHARACTERS, "attachAs.mountPath"
-            )
-        if not wanted.attachments:
+        if request.mount_path is not None:
+            validate_printable_name(request.mount_path, MAX_MOUNT_PATH_CHARACTERS, "attachAs.mountPath")
+        if not request.attachments:
             return []
-        if wanted.runtime == "acp":
+        if request.runtime == "acp":
             raise InvalidInput(
                 "A child of runtime 'acp' takes no attachments.",
                 "Leave them out, or use runtime 'subagent'.",
@@ -176,7 +112,8 @@ class SpawnRules:
                 "Put what matters into the task, or enable tools.sessions_spawn.attachments.",
             )
         return attachments.validate_attachments(
-            wanted.attachments, AttachmentLimits(given.max_files, given.max_file_bytes, given.max_total_bytes)
+            request.attachments,
+            AttachmentLimits(given.max_files, given.max_file_bytes, given.max_total_bytes),
         )
 
     # --- checks that depend on the requester ---
@@ -186,7 +123,7 @@ class SpawnRules:
         tx: Tx,
         caller: Caller,
         requester: SpawnRequester,
-        wanted: SpawnRequest,
+        request: SpawnRequest,
         task_id: str,
         link: ChainLink,
         now: int,
@@ -199,42 +136,42 @@ class SpawnRules:
         session = requester.session
         own = self._config.get_agent(requester.agent_id)
         actor = self._build_actor(caller, requester)
-        target = self._resolve_target_agent(caller, requester, own, wanted)
+        target = self._resolve_target_agent(caller, requester, own, request)
         parent = self._compute_current_envelope(requester, own, actor)
         # The caller's key may be any text; the id derived from it is part of a session key and names a folder.
         child_id = str(uuid.uuid5(CHILD_ID_NAMESPACE, f"{session['key']}\n{task_id}"))
         child_key = keys.subagent_key(target.id, child_id)
         self._check_depth(session, parent)
         await self._check_children(tx, session, own)
-        await _check_breaker(tx, target.id, wanted.task, now)
-        sandboxed = self._resolve_sandboxed(actor, target, child_key, wanted)
+        await _check_breaker(tx, target.id, request.task, now)
+        sandboxed = self._resolve_sandboxed(actor, target, child_key, request)
         envelope = self._build_child_envelope(actor, target, parent)
         return ValidatedSpawn(
             id=task_id,
-            digest=wanted.compute_digest(session["key"]),
+            digest=request.compute_digest(session["key"]),
             requester=session,
             child_key=child_key,
-            task=wanted.task,
-            label=wanted.label.strip() if wanted.label else None,
-            model=wanted.model or _get_default_model(target),
-            thinking=wanted.thinking or target.subagents.thinking,
-            deadline_at=_compute_deadline(target, wanted, now),
-            instructions=self._build_instructions(session, child_key, envelope, wanted),
+            task=request.task,
+            label=request.label.strip() if request.label else None,
+            model=request.model or _get_default_model(target),
+            thinking=request.thinking or target.subagents.thinking,
+            deadline_at=_compute_deadline(target, request, now),
+            instructions=self._build_instructions(session, child_key, envelope, request),
             sandboxed=sandboxed,
             envelope=envelope,
-            options=self._build_options(requester, target, wanted, child_id),
+            options=self._build_options(requester, target, request, child_id),
             destination=delivery_rows.resolve_session_destination(session),
             link=link,
         )
 
     def _resolve_target_agent(
-        self, caller: Caller, requester: SpawnRequester, own: AgentConfig, wanted: SpawnRequest
+        self, caller: Caller, requester: SpawnRequester, own: AgentConfig, request: SpawnRequest
     ) -> AgentConfig:
-        if wanted.agent_id is None and own.subagents.require_agent_id:
+        if request.agent_id is None and own.subagents.require_agent_id:
             raise InvalidInput(
                 "An agent must be named.", "Call agents_list, then pass agentId.", field="agentId"
             )
-        agent_id = keys.validate_agent_id(wanted.agent_id) if wanted.agent_id else own.id
+        agent_id = keys.validate_agent_id(request.agent_id) if request.agent_id else own.id
         target = TargetSession(str(keys.subagent_key(agent_id, "new")), agent_id)
         configured = self._config.agent_ids
         access.authorize(
@@ -339,7 +276,7 @@ class SpawnRules:
             )
 
     def _resolve_sandboxed(
-        self, actor: Caller, target: AgentConfig, child_key: SessionKey, wanted: SpawnRequest
+        self, actor: Caller, target: AgentConfig, child_key: SessionKey, request: SpawnRequest
     ) -> bool:
         sandboxed = self._session_resolver.is_sandboxed(target.id, child_key)
         if actor.sandboxed and not sandboxed:
@@ -348,7 +285,7 @@ class SpawnRules:
                 "A sandboxed session may not spawn a child outside of a sandbox.",
                 "Spawn an agent that is sandboxed; agents_list shows which there are.",
             )
-        if wanted.sandbox == "require" and not sandboxed:
+        if request.sandbox == "require" and not sandboxed:
             raise _build_refusal(
                 "sandbox",
                 f"Agent {target.id!r} does not run in a sandbox.",
@@ -357,7 +294,7 @@ class SpawnRules:
         return sandboxed
 
     def _build_instructions(
-        self, requester: Row, child_key: SessionKey, envelope: SubagentPermissions, wanted: SpawnRequest
+        self, requester: Row, child_key: SessionKey, envelope: SubagentPermissions, request: SpawnRequest
     ) -> str:
         return prompts.build_subagent_context(
             requester_key=keys.display_full_key(requester["key"]),
@@ -365,46 +302,46 @@ class SpawnRules:
             depth=requester["depth"] + 1,
             max_depth=requester["depth"] + 1 + envelope.depth,
             may_spawn=SPAWN_TOOL_NAME in envelope.tools,
-            label=wanted.label,
-            attachments=attachments.format_relative_dir(child_key.id) if wanted.attachments else None,
+            label=request.label,
+            attachments=attachments.format_relative_dir(child_key.id) if request.attachments else None,
         )
 
     def _build_options(
-        self, requester: SpawnRequester, target: AgentConfig, wanted: SpawnRequest, folder: str
+        self, requester: SpawnRequester, target: AgentConfig, request: SpawnRequest, folder: str
     ) -> TaskOptions:
         settings = target.subagents
-        mode = wanted.mode or ("session" if wanted.thread else "run")
+        mode = request.mode or ("session" if request.thread else "run")
         workspace = target.workspace or str(self._state_dir / "workspaces" / target.id)
         return TaskOptions(
-            announce=wanted.announce,
-            cleanup="keep" if mode == "session" else wanted.cleanup,
+            announce=request.announce,
+            cleanup="keep" if mode == "session" else request.cleanup,
             mode=mode,
             locale=self._config.session.announce.locale,
             announce_ms=settings.announce_timeout_ms,
             archive_minutes=settings.archive_after_minutes,
             transcripts=self._transcripts_folder,
-            workspace=workspace if wanted.attachments else None,
-            attachments=folder if wanted.attachments else None,
+            workspace=workspace if request.attachments else None,
+            attachments=folder if request.attachments else None,
             retain=self._config.tools.sessions_spawn.attachments.retain_on_session_keep,
-            mount_path=wanted.mount_path,
+            mount_path=request.mount_path,
             requester_agent=requester.other_agent,
         )
 
 
-def _check_mode(wanted: SpawnRequest) -> None:
-    if wanted.mode == "session" and not wanted.thread:
+def _check_mode(request: SpawnRequest) -> None:
+    if request.mode == "session" and not request.thread:
         raise InvalidInput(
             "Mode 'session' needs a thread to talk in.",
             "Set thread to true, or use mode 'run'.",
             field="mode",
         )
-    if wanted.thread:
+    if request.thread:
         raise _build_refusal(
             "thread",
             "This session's channel has no threads to bind a child to.",
             "Leave thread out: the report comes to this chat.",
         )
-    if wanted.runtime == "acp" and not wanted.attachments:
+    if request.runtime == "acp" and not request.attachments:
         raise _build_refusal(
             "runtime", "There is no runtime 'acp' here.", "Leave runtime out, or use 'subagent'."
         )
@@ -430,8 +367,8 @@ def _get_default_model(agent: AgentConfig) -> str | None:
     return model.primary if model else None
 
 
-def _compute_deadline(agent: AgentConfig, wanted: SpawnRequest, now: int) -> int | None:
-    seconds = wanted.run_timeout_seconds
+def _compute_deadline(agent: AgentConfig, request: SpawnRequest, now: int) -> int | None:
+    seconds = request.run_timeout_seconds
     if seconds is None:
         seconds = agent.subagents.run_timeout_seconds
     return now + round(seconds * 1000) if seconds else None

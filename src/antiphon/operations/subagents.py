@@ -24,13 +24,20 @@ from antiphon.engine.runs import completion, endings, lifecycle
 from antiphon.engine.runs.effects import Effects
 from antiphon.engine.runs.run_queue import AcceptedRun
 from antiphon.errors import Ambiguous, ChainTooLong, Conflict, InvalidInput, NotFound
-from antiphon.operations.exchanges import ExchangeOperations, derive_request_id
-from antiphon.operations.request_origin import RequestOrigin
-from antiphon.operations.request_validation import validate_and_clamp
+from antiphon.operations.context import OperationContext
+from antiphon.operations.exchanges import derive_request_id
 from antiphon.operations.sessions import SessionOperations
-from antiphon.operations.spawn_rules import SpawnRequest, SpawnRequester
+from antiphon.operations.spawn_rules import SpawnRequester, SpawnRules
+from antiphon.operations.types import (
+    KillResult,
+    RequestOrigin,
+    SpawnRequest,
+    SpawnResult,
+    TaskView,
+    build_task_view,
+)
+from antiphon.operations.validation import validate_and_clamp
 from antiphon.store import Row, Tx
-from antiphon.views import SpawnResult, TaskView, build_task_view
 
 MAX_LISTED_SUBAGENTS = 200  # of the active ones, and of the most recently spawned ones
 DEFAULT_RECENT_MINUTES, MAX_RECENT_MINUTES = 30, 1440
@@ -47,19 +54,18 @@ SpawnCall: TypeAlias = tuple[Caller, SpawnRequest, str, RequestOrigin, str]
 """The caller, the request, the task's id, the request's origin, and the requester session."""
 
 
-class KillResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The sub-agents that were stopped; `finished` names the chosen one if it had already ended."""
+class SubagentOperations:
+    def __init__(
+        self, context: OperationContext, sessions: SessionOperations, spawn_rules: SpawnRules
+    ) -> None:
+        self._context = context
+        self._sessions = sessions
+        self._spawn_rules = spawn_rules
 
-    keys: list[str]
-    names: list[str]
-    finished: str | None = None
-
-
-class SubagentOperations(ExchangeOperations, SessionOperations):
     async def spawn(
         self,
         caller: Caller,
-        wanted: SpawnRequest,
+        request: SpawnRequest,
         origin: RequestOrigin | None = None,
         *,
         requester: str = "main",
@@ -69,39 +75,43 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         An agent spawns for its own session; an operator for the session named by `requester`.
         """
         access.require_scope(caller, "spawn")
-        files = self._spawn_rules.validate_request(wanted)
-        engine = self._require_engine()
+        files = self._spawn_rules.validate_request(request)
+        worker = self._context.require_worker()
         origin = origin or RequestOrigin()
-        task_id = derive_request_id(caller, wanted.idempotency_key, origin)
+        task_id = derive_request_id(caller, request.idempotency_key, origin)
         if caller.is_operator:
-            await self.open(caller, requester)  # the first request for a session may be a spawn
-        given = (caller, wanted, task_id, origin, requester)
+            await self._sessions.open(caller, requester)  # the first request for a session may be a spawn
+        given = (caller, request, task_id, origin, requester)
         try:
             task, accepted = await self._spawn_with_files(files, given)
         except ChainTooLong as error:
-            self.report_chain_limit(caller, error)
+            self._context.report_chain_limit(caller, error)
             raise
         if accepted is not None:
-            self._publish_created(task["child_key"])
-            await engine.dispatch_accepted_run(accepted)
+            self._context.publish_to_all_sessions(task["child_key"], "create")
+            await worker.dispatch_accepted_run(accepted)
             # The report names the transcript file.
-            await self._find_transcript_files([(task["child_session_id"], task["child_key"])])
+            await self._context.find_transcript_files([(task["child_session_id"], task["child_key"])])
         return _build_spawn_result(caller, task, files)
 
     async def _spawn_with_files(
         self, files: AttachmentFiles, given: SpawnCall
     ) -> tuple[Row, AcceptedRun | None]:
         """Write attachments only after the request passed every check; remove them if the spawn fails after all."""
-        spawning = await self._store.read(self._plan_spawn, *given, self._clock.now()) if files else None
+        spawning = (
+            await self._context.store.read(self._plan_spawn, *given, self._context.clock.now())
+            if files
+            else None
+        )
         if not isinstance(spawning, ValidatedSpawn):
-            return await self._store.tx(self._spawn, *given, self._clock.now())
+            return await self._context.store.tx(self._spawn, *given, self._context.clock.now())
         await asyncio.to_thread(_write_attachments, spawning, given[1], files)
         try:
-            return await self._store.tx(self._spawn, *given, self._clock.now())
+            return await self._context.store.tx(self._spawn, *given, self._context.clock.now())
         except Exception:
             # After any failure, which is re-raised. Not after a cancellation: the transaction may still commit a task
             # that needs its files.
-            if await self._store.read(task_rows.load_task, spawning.id) is None:
+            if await self._context.store.read(task_rows.load_task, spawning.id) is None:
                 await asyncio.to_thread(attachments.remove, _get_workspace(spawning), spawning.child_key.id)
             raise
 
@@ -109,20 +119,20 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         self,
         tx: Tx,
         caller: Caller,
-        wanted: SpawnRequest,
+        request: SpawnRequest,
         task_id: str,
         origin: RequestOrigin,
         requester: str,
         now: int,
     ) -> tuple[Row, AcceptedRun | None]:
-        plan = await self._plan_spawn(tx, caller, wanted, task_id, origin, requester, now)
+        plan = await self._plan_spawn(tx, caller, request, task_id, origin, requester, now)
         return await tasks.begin_task(tx, plan, now) if isinstance(plan, ValidatedSpawn) else (plan, None)
 
     async def _plan_spawn(
         self,
         tx: Tx,
         caller: Caller,
-        wanted: SpawnRequest,
+        request: SpawnRequest,
         task_id: str,
         origin: RequestOrigin,
         requester: str,
@@ -130,42 +140,33 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
     ) -> ValidatedSpawn | Row:
         """Return the plan of the child; or the existing task if the request is a repeated one."""
         # The caller has already opened it.
-        above = await self._resolve_requester(tx, caller, "send", requester, now, [])
+        above = await self._context.resolve_requester(tx, caller, "send", requester, now, [])
         if above is None:
             raise access.build_session_missing_error(requester)
         if before := await task_rows.load_known_task(
-            tx, task_id, above["id"], wanted.compute_digest(above["key"])
+            tx, task_id, above["id"], request.compute_digest(above["key"])
         ):
             return before
         await _require_run_under_way(tx, origin)
-        link = await self._build_chain_link(tx, origin, above["id"], task_id)
-        asking = SpawnRequester(above, self._session_resolver.resolve_acting_agent(caller, requester, above))
-        spawning = await self._spawn_rules.plan_child(tx, caller, asking, wanted, task_id, link, now)
+        link = await self._context.build_chain_link(tx, origin, above["id"], task_id)
+        asking = SpawnRequester(
+            above, self._context.session_resolver.resolve_acting_agent(caller, requester, above)
+        )
+        spawning = await self._spawn_rules.plan_child(tx, caller, asking, request, task_id, link, now)
         addressee = await completion.load_reply_target(tx, origin.run_id)
         if addressee is None:
             return spawning
         # The run reports to a given destination, and so do the sub-agents that it spawns.
         return msgspec.structs.replace(spawning, destination=addressee.destination)
 
-    async def list_subagents(
-        self, caller: Caller, session: str = "current", recent_minutes: int = DEFAULT_RECENT_MINUTES
-    ) -> list[TaskView]:
-        """Return the sub-agents of a session, newest first: all active ones and those that ended recently.
-
-        Secrets are masked and long texts cut; `get_subagent_report` returns the whole report.
-        """
-        since = self._compute_since(recent_minutes)
-        found = await self._store.read(self._load_subagents, caller, session, since)
-        return await asyncio.to_thread(lambda: [_shorten_task_texts(task) for task in found])
-
     def _compute_since(self, recent_minutes: int) -> int:
         return (
-            self._clock.now()
+            self._context.clock.now()
             - validate_and_clamp(recent_minutes, 1, MAX_RECENT_MINUTES, "recentMinutes") * 60_000
         )
 
     async def _load_subagents(self, tx: Tx, caller: Caller, session: str, since: int) -> list[TaskView]:
-        row = await self._session_resolver.open(tx, caller, "read", session)
+        row = await self._context.session_resolver.open(tx, caller, "read", session)
         return await self._load_spawned_by(tx, caller, row, since)
 
     async def _load_spawned_by(self, tx: Tx, caller: Caller, requester: Row, since: int) -> list[TaskView]:
@@ -178,12 +179,12 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         )
         return [build_task_view(row, caller.agent_id) for row in found]
 
-    async def get_subagent_report(self, caller: Caller, run_id: str) -> str | None:
+    async def get_report(self, caller: Caller, run_id: str) -> str | None:
         """Return the report of a task as it was delivered; None until the task has settled.
 
         For a task that was not announced, it is the report that would have been delivered.
         """
-        task = await self._store.read(self._load_reported_task, caller, run_id)
+        task = await self._context.store.read(self._load_reported_task, caller, run_id)
         return await asyncio.to_thread(_format_report, task) if task["phase"] == "settled" else None
 
     async def _load_reported_task(self, tx: Tx, caller: Caller, run_id: str) -> Row:
@@ -192,7 +193,7 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         if task is None:
             raise missing
         try:
-            requester = await self._session_resolver.open(tx, caller, "read", task["requester_key"])
+            requester = await self._context.session_resolver.open(tx, caller, "read", task["requester_key"])
         except NotFound:
             raise missing from None
         if requester["id"] != task["requester"]:  # the key now belongs to another session
@@ -213,21 +214,21 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         A repeated call with the same key stops nothing, whatever the name refers to by then.
         """
         validation.validate_idempotency_key(key)
-        engine = self._require_engine()
+        worker = self._context.require_worker()
         since = self._compute_since(recent_minutes)
-        killed, stops = await self._store.tx(
-            self._kill, caller, target, session, since, key, self._clock.now()
+        killed, stops = await self._context.store.tx(
+            self._kill, caller, target, session, since, key, self._context.clock.now()
         )
         for row, stopped in stops:
-            await engine.apply_effects(stopped)
+            await worker.apply_effects(stopped)
             if stopped.stopped_run_ids:
-                self._publish_change(row, "abort")
+                self._context.publish_change(row, "abort")
         return killed
 
     async def _kill(
         self, tx: Tx, caller: Caller, target: str | None, session: str, since: int, key: str | None, now: int
     ) -> tuple[KillResult, list[tuple[Row, Effects]]]:
-        requester = await self._session_resolver.open(tx, caller, "control", session)
+        requester = await self._context.session_resolver.open(tx, caller, "control", session)
         command = IdempotentCommand(key, ("kill", requester["id"], target))
         if before := await idempotency.load_recorded_answer(tx, command, KillResult):
             return before, []
@@ -251,51 +252,53 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         if task.phase == "settled":
             return None
         try:
-            return await self._session_resolver.open(tx, caller, "control", task.child_session_key)
+            return await self._context.session_resolver.open(tx, caller, "control", task.child_session_key)
         except NotFound:  # deleted: its task is reported without it
             return None
 
-    async def find_subagent(
+    async def find(
         self, caller: Caller, target: str | None, recent_minutes: int = DEFAULT_RECENT_MINUTES
     ) -> TaskView:
         """Return the sub-agent of the caller's session that a name refers to, as in the list."""
         return _choose_subagent(
             target,
-            await self._store.read(
+            await self._context.store.read(
                 self._load_subagents, caller, "current", self._compute_since(recent_minutes)
             ),
         )
 
-    async def find_steered_subagent(self, caller: Caller, run_id: str) -> str | None:
+    async def find_steered(self, caller: Caller, run_id: str) -> str | None:
         """Return the name of the sub-agent that the run with this id redirected; None if no such run exists."""
-        return await self._store.read(self._load_steered_subagent, caller, run_id)
+        return await self._context.store.read(self._load_steered_subagent, caller, run_id)
 
     async def _load_steered_subagent(self, tx: Tx, caller: Caller, run_id: str) -> str | None:
         run = await tx.one(lifecycle.SQL.by_id, id=run_id, viewer=caller.session_key)
         if run is None:
             return None
-        self._session_resolver.authorize(caller, "read", run, run_id)
+        self._context.session_resolver.authorize(caller, "read", run, run_id)
         task = await task_rows.load_task_of_child(tx, run["key"])
         label: str | None = task["label"] if task else None
         return label or keys.display_stored_key(run["key"], viewer_agent_id=caller.agent_id)
 
-    async def yield_to_subagents(
+    async def yield_turn(
         self, caller: Caller, origin: RequestOrigin, how: Literal["all", "any"] = "all"
     ) -> int:
         """Wake the caller's session when all or any of its sub-agents have reported; return how many are active.
 
         Reports made during the calling run count, although they are not yet in the transcript.
         """
-        left, woken = await self._store.tx(self._yield, caller, origin, how, self._clock.now())
+        left, woken = await self._context.store.tx(
+            self._yield, caller, origin, how, self._context.clock.now()
+        )
         if woken is not None:
-            await self._require_engine().dispatch_accepted_run(woken)
+            await self._context.require_worker().dispatch_accepted_run(woken)
         return left
 
     async def _yield(
         self, tx: Tx, caller: Caller, origin: RequestOrigin, how: Literal["all", "any"], now: int
     ) -> tuple[int, AcceptedRun | None]:
-        row = await self._session_resolver.open(tx, caller, "control", "current")
-        agent_id = self._session_resolver.resolve_non_owner_agent(caller, "current", row)
+        row = await self._context.session_resolver.open(tx, caller, "control", "current")
+        agent_id = self._context.session_resolver.resolve_non_owner_agent(caller, "current", row)
         left, reported = await yields.load_progress(tx, row["id"], origin.run_id)
         if not left or how == "any":
             # Repeated after a crash, or after a report that wakes the session anyway: a turn has only one wake.
@@ -313,6 +316,17 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
             )
         await yields.begin_waiting(tx, row["id"], origin.run_id, how)
         return left, None
+
+    async def list(
+        self, caller: Caller, session: str = "current", recent_minutes: int = DEFAULT_RECENT_MINUTES
+    ) -> list[TaskView]:
+        """Return the sub-agents of a session, newest first: all active ones and those that ended recently.
+
+        Secrets are masked and long texts cut; `get_report` returns the whole report.
+        """
+        since = self._compute_since(recent_minutes)
+        found = await self._context.store.read(self._load_subagents, caller, session, since)
+        return await asyncio.to_thread(lambda: [_shorten_task_texts(task) for task in found])
 
 
 def _shorten_task_texts(task: TaskView) -> TaskView:
@@ -401,10 +415,10 @@ def _get_workspace(spawning: ValidatedSpawn) -> Path:
     return Path(spawning.options.workspace or "")
 
 
-def _write_attachments(spawning: ValidatedSpawn, wanted: SpawnRequest, files: AttachmentFiles) -> None:
+def _write_attachments(spawning: ValidatedSpawn, request: SpawnRequest, files: AttachmentFiles) -> None:
     workspace = _get_workspace(spawning)
     workspace.mkdir(mode=0o700, parents=True, exist_ok=True)
-    types = attachments.collect_mime_types(wanted.attachments)
+    types = attachments.collect_mime_types(request.attachments)
     attachments.write(workspace, spawning.child_key.id, files, mime_types=types)
 
 

@@ -5,49 +5,61 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from antiphon import access, keys, views
+from antiphon import access, keys
 from antiphon.access import Caller
 from antiphon.bus import Event, SessionChanged, session_topic
-from antiphon.engine.runs import lifecycle
+from antiphon.engine import idempotency, validation
+from antiphon.engine.idempotency import IdempotentCommand
+from antiphon.engine.runs import compaction, lifecycle
 from antiphon.engine.sessions import feeds, session_rows, transcripts
-from antiphon.errors import InvalidInput, NotFound
-from antiphon.filters import MAX_HISTORY_ENTRIES, HistoryFilter
-from antiphon.operations import request_validation
+from antiphon.engine.sessions.transcripts import MAX_HISTORY_ENTRIES, Entry, HistoryFilter
+from antiphon.errors import Conflict, InvalidInput, NotFound
+from antiphon.messages import INJECTED_MODEL, AssistantMessage, TextBlock
+from antiphon.operations import types
 from antiphon.operations.context import OperationContext
-from antiphon.operations.request_validation import validate_and_clamp
+from antiphon.operations.types import CompactView, HistoryPage, InjectedEntry, SessionPreview, UsageLine
+from antiphon.operations.validation import (
+    require_current_conversation,
+    validate_and_clamp,
+    validate_printable_name,
+)
 from antiphon.store import Row, Tx
-from antiphon.views import HistoryPage, SessionPreview, UsageLine
 
+MAX_KEPT_ENTRIES = 1_000_000
+MAX_INJECT_LABEL_CHARACTERS = 100
 MAX_PREVIEWED_SESSIONS = 64  # in one call
 
 
-class TranscriptOperations(OperationContext):
-    async def read_history(self, caller: Caller, session: str, wanted: HistoryFilter) -> HistoryPage:
+class TranscriptOperations:
+    def __init__(self, context: OperationContext) -> None:
+        self._context = context
+
+    async def read(self, caller: Caller, session: str, filter: HistoryFilter) -> HistoryPage:
         """Return a page of a transcript, oldest first: the newest entries, or those before or after a number.
 
         It has at most `limit` entries, and fewer or none if entries are large or most are filtered out: `has_more`
         tells whether to continue.
         """
-        limit = validate_and_clamp(wanted.limit, 1, MAX_HISTORY_ENTRIES, "limit")
-        return await self._store.read(self._load_history, caller, session, wanted, limit)
+        limit = validate_and_clamp(filter.limit, 1, MAX_HISTORY_ENTRIES, "limit")
+        return await self._context.store.read(self._load_page, caller, session, filter, limit)
 
-    async def _load_history(
-        self, tx: Tx, caller: Caller, session: str, wanted: HistoryFilter, limit: int
+    async def _load_page(
+        self, tx: Tx, caller: Caller, session: str, filter: HistoryFilter, limit: int
     ) -> HistoryPage:
-        row = await self._session_resolver.open(tx, caller, "read", session)
+        row = await self._context.session_resolver.open(tx, caller, "read", session)
         transcript, session_id = session_rows.get_named_transcript(row)
-        tools = wanted.include_tools
-        if wanted.is_narrow:
-            page = await transcripts.read_filtered_page(tx, transcript, wanted, limit)
-        elif wanted.after is not None:
-            page = await transcripts.read_page_after(tx, transcript, wanted.after, limit, tools=tools)
+        tools = filter.include_tools
+        if filter.is_narrow:
+            page = await transcripts.read_filtered_page(tx, transcript, filter, limit)
+        elif filter.after is not None:
+            page = await transcripts.read_page_after(tx, transcript, filter.after, limit, tools=tools)
         else:
-            before = transcripts.AFTER_LAST_SEQ if wanted.before is None else wanted.before
+            before = transcripts.AFTER_LAST_SEQ if filter.before is None else filter.before
             page = await transcripts.read_page_before(tx, transcript, before, limit, tools=tools)
         return HistoryPage(
             session_key=row["key"] if caller.is_operator else _display_session_key(caller, row),
             session_id=session_id,
-            messages=[views.build_history_item(entry) for entry in page.entries],
+            messages=[types.build_history_item(entry) for entry in page.entries],
             total=await transcripts.load_last_seq(tx, transcript),
             has_more=page.has_more,
             next_cursor=None if page.cursor is None else str(page.cursor),
@@ -62,7 +74,7 @@ class TranscriptOperations(OperationContext):
             validate_and_clamp(limit, 1, 50, "limit"),
             validate_and_clamp(max_chars, 20, 2000, "maxChars"),
         )
-        return await self._store.read(
+        return await self._context.store.read(
             self._load_previews, caller, references[:MAX_PREVIEWED_SESSIONS], limit, max_chars
         )
 
@@ -75,7 +87,7 @@ class TranscriptOperations(OperationContext):
         self, tx: Tx, caller: Caller, reference: str, limit: int, max_chars: int
     ) -> SessionPreview:
         try:
-            row = await self._session_resolver.open(tx, caller, "read", reference)
+            row = await self._context.session_resolver.open(tx, caller, "read", reference)
         except (NotFound, InvalidInput):
             return SessionPreview(key=reference, status="missing", items=[])
         transcript, _ = session_rows.get_named_transcript(row)
@@ -86,7 +98,7 @@ class TranscriptOperations(OperationContext):
         items = [
             item
             for entry in page.entries
-            if not entry.is_internal and (item := views.build_preview_item(entry, max_chars))
+            if not entry.is_internal and (item := types.build_preview_item(entry, max_chars))
         ]
         return SessionPreview(key=reference, status="ok" if items else "empty", items=items[-limit:])
 
@@ -98,32 +110,129 @@ class TranscriptOperations(OperationContext):
         `session_id` is the conversation that the number belongs to: if another one is current, that is reported first
         and it is followed from its beginning. Close the generator to stop.
         """
-        row, last = await self._store.read(self._load_follow_position, caller, session)
+        row, last = await self._context.store.read(self._load_follow_position, caller, session)
         start = last if after is None else after
         if session_id is not None and session_id != row["session_id"]:
             start = 0
             yield SessionChanged(session_key=row["key"], reason="renewed", session_id=row["session_id"])
-        feed = feeds.follow_session(self._store, self._bus, session_topic(row["id"]), row, start)
+        feed = feeds.follow_session(
+            self._context.store, self._context.bus, session_topic(row["id"]), row, start
+        )
         async with aclosing(feed):  # stops listening when the caller stops iterating
             async for event in feed:
                 yield event
 
     async def _load_follow_position(self, tx: Tx, caller: Caller, session: str) -> tuple[Row, int]:
-        row = await self._session_resolver.open(tx, caller, "read", session)
-        request_validation.require_current_conversation(row, session)
+        row = await self._context.session_resolver.open(tx, caller, "read", session)
+        require_current_conversation(row, session)
         return row, await transcripts.load_last_seq(tx, row["transcript"])
 
     async def get_usage(self, caller: Caller, session: str, *, tree: bool = False) -> list[UsageLine]:
         """Return the token usage of a session, or of everything below its root, by model."""
-        return await self._store.read(self._load_usage, caller, session, tree)
+        return await self._context.store.read(self.load_usage, caller, session, tree)
 
-    async def _load_usage(self, tx: Tx, caller: Caller, session: str, tree: bool) -> list[UsageLine]:
-        row = await self._session_resolver.open(tx, caller, "read", session)
+    async def load_usage(self, tx: Tx, caller: Caller, session: str, tree: bool) -> list[UsageLine]:
+        row = await self._context.session_resolver.open(tx, caller, "read", session)
         query = lifecycle.SQL.usage_by_tree if tree else lifecycle.SQL.usage_by_model
         columns = UsageLine.__struct_fields__
         lines = await tx.all(query, key=row["key"])
         return [UsageLine(**{column: line[column] for column in columns}) for line in lines]
 
+    # --- entries outside of runs ---
+
+    async def compact(
+        self, caller: Caller, session: str, keep: int = 400, *, key: str | None = None
+    ) -> CompactView:
+        """Exclude all but about the last `keep` entries from prompts. The transcript keeps them.
+
+        A repeated call with the same key excludes nothing more.
+        """
+        validation.validate_idempotency_key(key)
+        keep = validate_and_clamp(keep, 1, MAX_KEPT_ENTRIES, "keep")
+        view, row, entry = await self._context.store.tx(
+            self._compact, caller, session, keep, key, self._context.clock.now()
+        )
+        if entry is not None:
+            self._context.publish_entry(row, entry)
+            self._context.publish_change(row, "compact")
+        return view
+
+    async def _compact(
+        self, tx: Tx, caller: Caller, session: str, keep: int, key: str | None, now: int
+    ) -> tuple[CompactView, Row, Entry | None]:
+        row = await self._context.session_resolver.open(tx, caller, "manage", session)
+        command = IdempotentCommand(key, ("compact", row["id"], keep))
+        if before := await idempotency.load_recorded_answer(tx, command, CompactView):
+            return before, row, None
+        require_current_conversation(row, session)
+        await session_rows.check_idle(tx, row)
+        shortened, kept = await compaction.compact_without_model(tx, row["transcript"], keep, now)
+        entry = None
+        if shortened is not None:
+            await tx.do(session_rows.SQL.clear_context, id=row["id"])
+            entry = await session_rows.append_note(tx, row["id"], shortened, now)
+        view = _build_compact_view(kept, shorter=entry is not None)
+        await idempotency.record_answer(tx, command, view, now)
+        return view, row, entry
+
+    async def inject(
+        self, caller: Caller, session: str, text: str, label: str | None = None, *, key: str | None = None
+    ) -> InjectedEntry:
+        """Append a message of the agent to a transcript without running the agent; with a key, only once."""
+        validation.validate_idempotency_key(key)
+        said = text
+        if label is not None:
+            name = validate_printable_name(label, MAX_INJECT_LABEL_CHARACTERS, "label")
+            said = f"[{name}]\n\n{text}"
+        validation.validate_message_content(text, self._context.config.store.message_max_bytes, beside=label)
+        injected, row, entry = await self._context.store.tx(
+            self._inject, caller, session, said, key, self._context.clock.now()
+        )
+        if entry is not None:
+            self._context.publish_entry(row, entry)
+            self._context.publish_to_all_sessions(row["key"], "inject")
+        return injected
+
+    async def _inject(
+        self, tx: Tx, caller: Caller, session: str, text: str, key: str | None, now: int
+    ) -> tuple[InjectedEntry, Row, Entry | None]:
+        row = await self._context.session_resolver.open(tx, caller, "manage", session)
+        command = IdempotentCommand(key, ("inject", row["id"], text))
+        if before := await idempotency.load_recorded_answer(tx, command, InjectedEntry):
+            return before, row, None
+        require_current_conversation(row, session)
+        await _require_no_open_calls(tx, row)
+        notice = AssistantMessage(
+            content=[TextBlock(text=text)],
+            timestamp=now,
+            stop_reason="stop",
+            provider="antiphon",
+            model=INJECTED_MODEL,
+        )
+        entry = await session_rows.append_note(tx, row["id"], notice, now)
+        injected = InjectedEntry(
+            message_id=entry.id, seq=entry.seq, session_key=row["key"], session_id=row["session_id"]
+        )
+        await idempotency.record_answer(tx, command, injected, now)
+        return injected, row, entry
+
 
 def _display_session_key(caller: Caller, row: Row) -> str:
     return keys.display_stored_key(row["key"], viewer_agent_id=caller.agent_id)
+
+
+def _build_compact_view(kept: int, *, shorter: bool) -> CompactView:
+    if shorter:
+        return CompactView(compacted=True, kept=kept)
+    return CompactView(compacted=False, kept=kept, reason="short enough" if kept else "no transcript")
+
+
+async def _require_no_open_calls(tx: Tx, row: Row) -> None:
+    """Refuse an entry between a tool call and its result: the model would see the call as interrupted."""
+    active = await tx.one(lifecycle.SQL.active_in_session, session=row["id"])
+    if active and await transcripts.load_open_calls(tx, active["transcript"], active["first_seq"]):
+        raise Conflict(
+            f"Session {row['key']!r} is waiting for a tool.",
+            "Try again when the tool has answered, or stop the run first.",
+            run_id=active["id"],
+        )

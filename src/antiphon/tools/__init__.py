@@ -7,7 +7,7 @@ fits into a prompt.
 from __future__ import annotations
 
 from antiphon.engine.toolbox import Tool
-from antiphon.operations import Operations
+from antiphon.operations.operations import Operations
 from antiphon.tools.agents_list import agents_list
 from antiphon.tools.session_status import session_status
 from antiphon.tools.sessions_history import sessions_history

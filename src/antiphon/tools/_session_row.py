@@ -8,7 +8,7 @@ import msgspec
 
 from antiphon import keys
 from antiphon.access import Caller
-from antiphon.views import SessionView
+from antiphon.operations.types import SessionView
 
 # An allow list, not a deny list: the view also serves the gateway and will grow for it.
 SHOWN_FIELDS = (

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from antiphon.engine.toolbox import Tool, ToolRequest
-from antiphon.operations import Operations
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import AgentsView
 from antiphon.tools._adapter import build_tool
 from antiphon.tools._arguments import ToolArguments
-from antiphon.views import AgentsView
 
 TOOL_DESCRIPTION = (
     "List the agents you may start with sessions_spawn (its agentId), yourself first, and which you may message with"
@@ -20,6 +20,6 @@ class AgentsListArguments(ToolArguments, frozen=True):
 
 def agents_list(operations: Operations) -> Tool:
     async def answer(call: ToolRequest, given: AgentsListArguments) -> AgentsView:
-        return await operations.list_reachable_agents(call.caller)
+        return await operations.agents.list_reachable(call.caller)
 
     return build_tool("agents_list", TOOL_DESCRIPTION, AgentsListArguments, answer)

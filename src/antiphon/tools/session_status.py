@@ -13,11 +13,11 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.engine.toolbox import Tool, ToolRequest
-from antiphon.operations import Operations
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import RunView, SessionStatusView, SessionView, UsageLine
 from antiphon.tools._adapter import build_tool
 from antiphon.tools._arguments import ToolArguments
 from antiphon.tools._session_row import build_tool_session_row
-from antiphon.views import RunView, SessionStatusView, SessionView, UsageLine
 
 TOOL_DESCRIPTION = (
     "Show how a session is right now: its state, model, what runs or waits in it, its tokens and cost. "
@@ -35,7 +35,7 @@ class StatusArguments(ToolArguments, frozen=True):
 def session_status(operations: Operations) -> Tool:
     async def answer(call: ToolRequest, given: StatusArguments) -> dict[str, Any]:
         here = "main" if call.caller.is_operator else "current"
-        status = await operations.get_session_status(
+        status = await operations.sessions.get_status(
             call.caller, here if given.session_key is None else given.session_key
         )
         return {

@@ -13,13 +13,14 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.errors import InvalidInput
-from antiphon.operations import HistoryFilter, Operations
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import HistoryPage
 from antiphon.tools._adapter import build_tool
 from antiphon.tools._arguments import MAX_SAFE_INTEGER, ToolArguments, clamp_value, describe_clamped_range
 from antiphon.tools._bounds import MAX_HISTORY_RESULT_BYTES, FittedEntries, fit_entries
-from antiphon.views import HistoryPage
 
 DEFAULT_HISTORY_MESSAGES, MAX_HISTORY_MESSAGES = 50, 200
 TOOL_DESCRIPTION = (
@@ -60,7 +61,7 @@ def sessions_history(operations: Operations) -> Tool:
             before=before,
             after=after,
         )
-        page = await operations.read_history(call.caller, given.session_key, wanted)
+        page = await operations.transcripts.read(call.caller, given.session_key, wanted)
         # In a thread, because masking takes time and would block the event loop.
         fitted = await asyncio.to_thread(
             fit_entries, page.messages, MAX_HISTORY_RESULT_BYTES, from_newest=after is None

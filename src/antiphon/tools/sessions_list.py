@@ -16,8 +16,15 @@ from msgspec import Meta
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.keys import SessionKind
-from antiphon.operations import DEFAULT_LIST_ROWS, MAX_LIST_ROWS, ListFilter, Operations
-from antiphon.operations.session_list import MAX_MESSAGES_PER_SESSION, MessageBudget
+from antiphon.operations.operations import Operations
+from antiphon.operations.sessions import MAX_MESSAGES_PER_SESSION, MessageBudget
+from antiphon.operations.types import (
+    DEFAULT_LIST_ROWS,
+    MAX_LIST_ROWS,
+    ListFilter,
+    SessionOverview,
+    build_history_item,
+)
 from antiphon.tools._adapter import build_tool
 from antiphon.tools._arguments import ToolArguments, clamp_value, describe_clamped_range
 from antiphon.tools._bounds import (
@@ -28,7 +35,6 @@ from antiphon.tools._bounds import (
     build_placeholder,
 )
 from antiphon.tools._session_row import build_tool_session_row
-from antiphon.views import SessionOverview, build_history_item
 
 MAX_ACTIVE_MINUTES = 10 * 366 * 24 * 60  # ten years; larger values mean no limit
 TOOL_DESCRIPTION = (
@@ -72,7 +78,7 @@ class ListArguments(ToolArguments, frozen=True):
 def sessions_list(operations: Operations) -> Tool:
     async def answer(call: ToolRequest, given: ListArguments) -> dict[str, Any]:
         messages = clamp_value(given.message_limit, 0, MAX_MESSAGES_PER_SESSION)
-        overview = await operations.get_overview(
+        overview = await operations.sessions.get_overview(
             call.caller, _build_filter(given), messages, room=_MESSAGE_BUDGET
         )
         rows = (build_tool_session_row(call.caller, view) for view in overview.page.sessions)

@@ -9,7 +9,7 @@ from msgspec import Meta
 from antiphon.engine.outbox.redaction import redact
 from antiphon.engine.sessions.search import MAX_QUERY_CHARACTERS
 from antiphon.engine.toolbox import Tool, ToolRequest
-from antiphon.operations import Operations
+from antiphon.operations.operations import Operations
 from antiphon.tools._adapter import build_tool
 from antiphon.tools._arguments import ToolArguments, clamp_value, describe_clamped_range
 
@@ -35,7 +35,7 @@ class SearchArguments(ToolArguments, frozen=True):
 
 def sessions_search(operations: Operations) -> Tool:
     async def answer(call: ToolRequest, given: SearchArguments) -> dict[str, Any]:
-        page = await operations.search(
+        page = await operations.search.find(
             call.caller,
             given.query,
             limit=clamp_value(given.limit, 1, MAX_SEARCH_HITS),

@@ -7,15 +7,17 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from antiphon.engine.toolbox import Tool, ToolRequest
-from antiphon.operations import Operations, RequestOrigin, SendRequest
-from antiphon.operations.exchanges import (
+from antiphon.operations.exchanges import MAX_REPLY_BACK_TURNS
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import (
     DEFAULT_REPLY_TIMEOUT_SECONDS,
-    MAX_REPLY_BACK_TURNS,
     MAX_REPLY_TIMEOUT_SECONDS,
+    RequestOrigin,
+    SendRequest,
+    SendResult,
 )
 from antiphon.tools._adapter import build_tool
 from antiphon.tools._arguments import ToolArguments, describe_clamped_range
-from antiphon.views import SendResult
 
 TOOL_DESCRIPTION = (
     "Send a message into another session and wait for its reply. Name the session by sessionKey (a key or sessionId "
@@ -70,6 +72,6 @@ def sessions_send(operations: Operations) -> Tool:
             reply_back=given.reply_back,
             announce=given.announce,
         )
-        return await operations.send(call.caller, wanted, RequestOrigin(call.run_id, call.key))
+        return await operations.exchanges.send(call.caller, wanted, RequestOrigin(call.run_id, call.key))
 
     return build_tool("sessions_send", TOOL_DESCRIPTION, SendArguments, answer, acts=True)

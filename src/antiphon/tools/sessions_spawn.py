@@ -10,10 +10,10 @@ from msgspec import Meta
 from antiphon.engine.collaboration.attachments import SpawnAttachment
 from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.messages import ThinkingLevel
-from antiphon.operations import Operations, RequestOrigin, SpawnRequest
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import RequestOrigin, SpawnRequest, SpawnResult
 from antiphon.tools._adapter import build_tool
 from antiphon.tools._arguments import ToolArguments
-from antiphon.views import SpawnResult
 
 TOOL_DESCRIPTION = (
     "Start a sub-agent in a session of its own and go on at once. When it is done, its result is posted to this chat "
@@ -90,7 +90,7 @@ class SpawnArguments(ToolArguments, frozen=True):
 
 def sessions_spawn(operations: Operations) -> Tool:
     async def answer(call: ToolRequest, given: SpawnArguments) -> dict[str, Any]:
-        spawned = await operations.spawn(
+        spawned = await operations.subagents.spawn(
             call.caller, given.spawn_request, RequestOrigin(call.run_id, call.key)
         )
         return {**_drop_none_fields(spawned), "note": SPAWN_NOTE}
@@ -101,7 +101,7 @@ def sessions_spawn(operations: Operations) -> Tool:
         SpawnArguments,
         answer,
         acts=True,
-        agents=operations.list_spawnable_agents,
+        agents=operations.agents.list_spawnable,
     )
 
 

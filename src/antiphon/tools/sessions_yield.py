@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from antiphon.engine.toolbox import Tool, ToolRequest
-from antiphon.operations import Operations, RequestOrigin
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import RequestOrigin
 from antiphon.tools._adapter import build_tool
 from antiphon.tools._arguments import ToolArguments
 
@@ -24,7 +25,7 @@ class YieldArguments(ToolArguments, frozen=True):
 
 def sessions_yield(operations: Operations) -> Tool:
     async def answer(call: ToolRequest, given: YieldArguments) -> dict[str, Any]:
-        waiting = await operations.yield_to_subagents(
+        waiting = await operations.subagents.yield_turn(
             call.caller, RequestOrigin(call.run_id, call.key), given.wait_for
         )
         said = given.message or "Turn yielded."

@@ -11,12 +11,12 @@ from msgspec import Meta
 from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.errors import InvalidInput
 from antiphon.messages import Provenance
-from antiphon.operations import IncomingMessage, Operations, RequestOrigin
 from antiphon.operations.exchanges import REQUEST_ID_NAMESPACE
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import IncomingMessage, RequestOrigin, TaskView
 from antiphon.tools._adapter import build_tool
 from antiphon.tools._arguments import ToolArguments
 from antiphon.tools._bounds import MAX_LIST_RESULT_BYTES
-from antiphon.views import TaskView
 
 TOOL_DESCRIPTION = (
     "See the sub-agents you have started ('list'), stop one or all of them ('kill'), or tell one to do something "
@@ -50,7 +50,7 @@ def subagents(operations: Operations) -> Tool:
         match given.action:
             case "list":
                 return _build_list(
-                    await operations.list_subagents(call.caller, recent_minutes=given.recent_minutes)
+                    await operations.subagents.list(call.caller, recent_minutes=given.recent_minutes)
                 )
             case "kill":
                 return await _kill(operations, call, given)
@@ -109,7 +109,7 @@ def _build_row(number: int, task: TaskView) -> dict[str, Any]:
 
 
 async def _kill(operations: Operations, call: ToolRequest, given: SubagentsArguments) -> dict[str, Any]:
-    killed = await operations.kill(
+    killed = await operations.subagents.kill(
         call.caller, given.target, recent_minutes=given.recent_minutes, key=_derive_request_id(call)
     )
     if killed.finished is not None:
@@ -121,9 +121,9 @@ async def _steer(operations: Operations, call: ToolRequest, given: SubagentsArgu
     if not (given.message or "").strip():
         raise InvalidInput("There is no message.", "Say what the sub-agent is to do now.", field="message")
     run_id = _derive_request_id(call)
-    name = await operations.find_steered_subagent(call.caller, run_id)
+    name = await operations.subagents.find_steered(call.caller, run_id)
     if name is None:
-        task = await operations.find_subagent(call.caller, given.target, given.recent_minutes)
+        task = await operations.subagents.find(call.caller, given.target, given.recent_minutes)
         if task.phase == "settled":
             return _build_finished_answer("steer", task.name)
         name = task.name
@@ -136,7 +136,7 @@ async def _steer(operations: Operations, call: ToolRequest, given: SubagentsArgu
                 kind="steer", source_session_key=call.caller.session_key, source_tool="subagents"
             ),
         )
-        await operations.steer(call.caller, message, RequestOrigin(call.run_id, call.key))
+        await operations.messages.steer(call.caller, message, RequestOrigin(call.run_id, call.key))
     return {"status": "accepted", "action": "steer", "runId": run_id, "label": name}
 
 

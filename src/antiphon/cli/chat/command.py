@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from antiphon.cli._backend import Backend
     from antiphon.cli.chat.controller import ChatController
     from antiphon.client import Client
-    from antiphon.views import RunView, SessionView
+    from antiphon.operations.types import RunView, SessionView
 
 # Same value as in `antiphon.config`, which a client does not import.
 REHEARSAL_MODEL_REF = "rehearsal/rehearsal"
@@ -92,7 +92,7 @@ async def _print_greeting(
     settings: Settings, backend: Backend, gateway: Client | None, view: SessionView
 ) -> None:
     from antiphon import __version__
-    from antiphon.filters import HistoryFilter
+    from antiphon.engine.sessions.transcripts import HistoryFilter
 
     model = await _fetch_gateway_model(gateway, view) if gateway else _describe_local_model(settings, view)
     page = await backend.history(view.key, HistoryFilter(limit=1))

@@ -22,10 +22,10 @@ from antiphon.cli._backend import Backend
 from antiphon.cli.chat import speakers
 from antiphon.cli.chat.line_reader import LineReader
 from antiphon.cli.chat.renderer import ChatRenderer
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.errors import AntiphonError, InvalidInput
-from antiphon.operations import HistoryFilter, IncomingMessage
+from antiphon.operations.types import IncomingMessage, RunView, build_run_ended_event
 from antiphon.send_policy import parse_send_command
-from antiphon.views import RunView, build_run_ended_event
 
 if TYPE_CHECKING:
     from antiphon.cli.chat.prompt import ChatPrompt

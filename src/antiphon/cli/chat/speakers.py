@@ -16,7 +16,7 @@ from antiphon.errors import AntiphonError
 
 if TYPE_CHECKING:
     from antiphon.cli._backend import Backend
-    from antiphon.views import ExchangeView
+    from antiphon.operations.types import ExchangeView
 
 REPORT_KIND = "subagent_result"
 INTERNAL_STEP_NAMES = {"announce_step": "announce step", "wake": "wake"}

@@ -1,7 +1,7 @@
 """Scheduled jobs: their types and validation, and managing them as transaction scripts.
 
 A job has a schedule (`schedule`), a session and a message; `firings` executes it. Authorization is not decided
-here (see `antiphon.job_operations`).
+here (see `antiphon.operations.jobs`).
 """
 
 from __future__ import annotations

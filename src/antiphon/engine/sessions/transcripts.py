@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from antiphon.engine.sessions.internal_entries import is_internal_entry
 from antiphon.errors import InvalidInput
-from antiphon.filters import HistoryFilter
 from antiphon.messages import (
     AssistantMessage,
     Message,
@@ -33,6 +32,39 @@ AFTER_LAST_SEQ = 2**62  # greater than every sequence number
 MAX_PAGE_BYTES = 4 * 2**20  # total size of the bodies of a page; a larger entry forms a page by itself
 ROWS_PER_FETCH = 64  # limits the memory for large rows besides the page
 MAX_ENTRIES_SCANNED = 5000  # per filtered page
+DEFAULT_HISTORY_ENTRIES, MAX_HISTORY_ENTRIES = 50, 1000
+
+EntryRole: TypeAlias = Literal["user", "assistant", "toolResult", "compaction"]
+
+
+class HistoryFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Which entries of a transcript to read."""
+
+    limit: int = DEFAULT_HISTORY_ENTRIES
+    include_tools: bool = False
+    """Include tool results. Ignored if `roles`, `tool` or `errors` is set, which decide that themselves."""
+    before: int | None = None
+    after: int | None = None
+    roles: tuple[str, ...] | None = None
+    since: int | None = None
+    """Only entries written then or later, in milliseconds."""
+    errors: bool = False
+    """Only failures: answers that ended in an error or were aborted, and errors of tools."""
+    tool: str | None = None
+    """Only answers that called this tool, and its results."""
+
+    without_internal: bool = False
+    """Only the visible conversation (see `engine.sessions.internal_entries`)."""
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether most of a transcript may be skipped, so that the search for matches has to be bounded."""
+        narrowed = self.roles is not None or self.since is not None or self.errors or self.tool is not None
+        return narrowed or self.without_internal
+
+    @property
+    def hides_results(self) -> bool:
+        return not (self.include_tools or self.errors or self.roles is not None or self.tool is not None)
 
 
 class Entry(msgspec.Struct, frozen=True):

@@ -20,13 +20,14 @@ from starlette.responses import Response
 from antiphon import access
 from antiphon.access import Caller
 from antiphon.bus import MessageAppended, SessionChanged
+from antiphon.engine.sessions.transcripts import DEFAULT_HISTORY_ENTRIES, MAX_HISTORY_ENTRIES, HistoryFilter
 from antiphon.errors import Conflict, InvalidInput, InvalidKey
 from antiphon.gateway import wire
 from antiphon.gateway.auth import ClientIdentity
 from antiphon.gateway.http.responses import EventStream, StreamSlots, build_json_response, build_sse_event
 from antiphon.gateway.state import GatewayState
-from antiphon.operations import DEFAULT_HISTORY_ENTRIES, MAX_HISTORY_ENTRIES, HistoryFilter, Operations
-from antiphon.views import HistoryPage
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import HistoryPage
 
 CLIENT_RETRY_DELAY_MS = 1000  # before a disconnected client reconnects
 _BOOLEANS_BY_TEXT = {"1": True, "true": True, "0": False, "false": False, "": False}
@@ -68,7 +69,7 @@ async def get_history(
     _check_session_key(operations, caller, session)
     if not _is_stream(request):
         return build_json_response(
-            format_history_page(await operations.read_history(caller, session, filter))
+            format_history_page(await operations.transcripts.read(caller, session, filter))
         )
     stream = HistoryStream(operations, caller, session, filter)
     events = stream.stream_events(request.headers.get("last-event-id"))
@@ -77,7 +78,7 @@ async def get_history(
 
 async def post_kill(gateway: GatewayState, caller: Caller, request: Request) -> Response:
     """Stop the running and queued runs of a session; nothing is deleted."""
-    stopped = await gateway.app.operations.stop(caller, read_session_from_path(request, "/kill"))
+    stopped = await gateway.app.operations.runs.stop(caller, read_session_from_path(request, "/kill"))
     return build_json_response(KillResponse(ok=True, killed=bool(stopped.run_ids)))
 
 
@@ -103,7 +104,7 @@ def read_session_from_path(request: Request, suffix: str) -> str:
 def _check_session_key(operations: Operations, caller: Caller, session: str) -> None:
     """Answer an invalid session key with 404, like the key of a session that does not exist."""
     try:
-        operations.is_main(caller, session)
+        operations.sessions.is_main(caller, session)
     except InvalidKey:
         access.require_scope(caller, "read")
         raise access.build_session_missing_error(session) from None
@@ -149,13 +150,13 @@ class HistoryStream:
                 yield build_sse_event(format_history_page(page), event="history", id=str(position))
 
     async def _load_page(self) -> HistoryPage:
-        page = await self._operations.read_history(self._caller, self._session, self._history_filter)
+        page = await self._operations.transcripts.read(self._caller, self._session, self._history_filter)
         self._key = page.session_key
         return page
 
     async def _follow(self, position: StreamPosition) -> AsyncGenerator[ServerSentEvent]:
         """Follow by conversation id, not by session key: a number is only valid within its conversation."""
-        feed = self._operations.follow(self._caller, position.session_id, position.seq)
+        feed = self._operations.transcripts.follow(self._caller, position.session_id, position.seq)
         async with aclosing(feed):
             async for event in feed:
                 if isinstance(event, MessageAppended):

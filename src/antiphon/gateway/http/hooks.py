@@ -22,8 +22,7 @@ from antiphon.gateway.http.responses import build_json_response, read_json
 from antiphon.gateway.incoming_messages import check_channel
 from antiphon.gateway.state import GatewayState
 from antiphon.messages import Provenance
-from antiphon.operations import IncomingMessage
-from antiphon.views import MessageReceipt
+from antiphon.operations.types import IncomingMessage, MessageReceipt
 
 _SESSION_NAMESPACE = uuid.UUID("0d0c4b1e-52f3-4d0e-8a53-6f0f3a2b7c95")
 HOOK_CALLER = Caller.operator([WRITE_SCOPE])
@@ -121,7 +120,7 @@ class HookEndpoints:
         return build_json_response(HookReceipt(ok=True, run_id=accepted.run_id))
 
     async def _submit(self, message: IncomingMessage) -> MessageReceipt:
-        return await self._gateway.app.operations.submit(HOOK_CALLER, message)
+        return await self._gateway.app.operations.messages.submit(HOOK_CALLER, message)
 
     def _choose_session(self, hook: AgentHook, idempotency_key: str | None) -> str:
         if hook.session_key is not None:

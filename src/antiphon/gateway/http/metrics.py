@@ -35,7 +35,7 @@ from antiphon.bus import ALL_SESSIONS_TOPIC, Event, Gap, MessageAppended, RunCha
 from antiphon.errors import AntiphonError
 from antiphon.gateway.http.responses import SECURITY_HEADERS, StreamSlots
 from antiphon.gateway.state import READ_ONLY_CALLER, GatewayState
-from antiphon.operations.system_status import SystemStatus
+from antiphon.operations.types import SystemStatus
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class _StoreCollector(Collector):
                 return
             try:
                 async with asyncio.timeout(STORE_TIMEOUT_SECONDS):
-                    self._standing = await self._gateway.app.operations.get_system_status(READ_ONLY_CALLER)
+                    self._standing = await self._gateway.app.operations.status.get(READ_ONLY_CALLER)
             except (AntiphonError, TimeoutError) as error:
                 log.warning("The store did not answer: %s", error or "it took too long")
                 self._standing = None

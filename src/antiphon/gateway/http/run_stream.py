@@ -13,11 +13,12 @@ from contextlib import aclosing
 
 from antiphon.access import Caller
 from antiphon.bus import Delta, Event, MessageAppended
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.errors import InvalidInput
 from antiphon.gateway.http.responses import cancel_and_wait
 from antiphon.messages import CLIENT_PROVIDER, AssistantMessage, decode_message
-from antiphon.operations import HistoryFilter, IncomingMessage, Operations
-from antiphon.views import MessageReceipt, RunView
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import IncomingMessage, MessageReceipt, RunView
 
 STEP_SEPARATOR = "\n\n"
 
@@ -80,17 +81,17 @@ async def stream_run(
     operations: Operations, caller: Caller, message: IncomingMessage, timeout: float
 ) -> AsyncGenerator[MessageReceipt | str | RunView]:
     """Submit a message; yield its receipt, then pieces of text, and finally the run."""
-    await operations.open(caller, message.session)
-    before = await operations.read_history(caller, message.session, HistoryFilter(limit=1))
-    async with aclosing(operations.follow(caller, message.session, before.total)) as feed:
+    await operations.sessions.open(caller, message.session)
+    before = await operations.transcripts.read(caller, message.session, HistoryFilter(limit=1))
+    async with aclosing(operations.transcripts.follow(caller, message.session, before.total)) as feed:
         # Start following before the message is submitted; `StreamedText` makes up for events that are still missed.
         coming = asyncio.ensure_future(anext(feed))
         ended: asyncio.Future[RunView] | None = None
         try:
-            accepted = await operations.submit(caller, message)
+            accepted = await operations.messages.submit(caller, message)
             yield accepted
             words = StreamedText(message.options.tool_names if message.options else frozenset())
-            ended = asyncio.ensure_future(operations.wait(caller, accepted.run_id, timeout))
+            ended = asyncio.ensure_future(operations.runs.wait(caller, accepted.run_id, timeout))
             while await _wait_for_event(coming, ended):
                 if piece := _get_new_text(words, accepted.run_id, coming.result()):
                     yield piece

@@ -16,8 +16,7 @@ from antiphon.gateway.methods.registry import MethodCall, qualify_session_key, r
 from antiphon.gateway.ws import frames
 from antiphon.gateway.ws.frames import IdempotencyKey, Params
 from antiphon.messages import Provenance
-from antiphon.operations import IncomingMessage
-from antiphon.views import RunView
+from antiphon.operations.types import IncomingMessage, RunView
 
 RUN_POLL_SECONDS = 5.0  # between checks for a run that does not exist yet, if no event arrives
 MAX_WAIT_MS = 24 * 3600 * 1000
@@ -102,7 +101,7 @@ async def run_agent(call: MethodCall, params: AgentParams) -> dict[str, Any]:
     }
     call.connection.enqueue(frames.encode_response(call.request_id, receipt))
     while True:
-        view = await call.operations.wait(call.caller, accepted.run_id, 3600)
+        view = await call.operations.runs.wait(call.caller, accepted.run_id, 3600)
         if view.has_ended:
             return _format_ended_run(view, accepted.session_id)
 
@@ -191,7 +190,7 @@ async def wait_for_run(call: MethodCall, params: AgentWaitParams) -> dict[str, A
         while True:
             left = max(0.0, until - loop.time())
             try:
-                return _format_waited_run(await call.operations.wait(call.caller, params.run_id, left))
+                return _format_waited_run(await call.operations.runs.wait(call.caller, params.run_id, left))
             except NotFound:
                 if left <= 0:
                     return {"runId": params.run_id, "status": "timeout"}

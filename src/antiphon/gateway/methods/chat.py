@@ -9,14 +9,14 @@ from msgspec import Meta
 
 from antiphon import keys
 from antiphon.access import ADMIN_SCOPE, READ_SCOPE, WRITE_SCOPE
+from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.errors import Conflict, InvalidInput, NotFound
 from antiphon.gateway import incoming_messages, wire
 from antiphon.gateway.incoming_messages import ImageAttachment
 from antiphon.gateway.methods import system
 from antiphon.gateway.methods.registry import MethodCall, qualify_session_key, rpc_method
 from antiphon.gateway.ws.frames import IdempotencyKey, Params, SessionReference
-from antiphon.operations import HistoryFilter, IncomingMessage
-from antiphon.views import HistoryPage, MessageReceipt
+from antiphon.operations.types import HistoryPage, IncomingMessage, MessageReceipt
 
 MAX_HISTORY_BYTES = 6 * 2**20  # of one response
 MAX_HISTORY_MESSAGE_BYTES = 128 * 1024  # larger messages are replaced by a placeholder
@@ -47,10 +47,10 @@ async def get_chat_history(call: MethodCall, params: ChatHistoryParams) -> dict[
     """
     reference = params.session_id or qualify_session_key(params.session_key, params.agent_id)
     try:
-        page = await call.operations.read_history(
+        page = await call.operations.transcripts.read(
             call.caller, reference, await _build_filter(call, reference, params)
         )
-        info = wire.build_session_dict(await call.operations.describe(call.caller, page.session_key))
+        info = wire.build_session_dict(await call.operations.sessions.describe(call.caller, page.session_key))
     except NotFound:
         page, info = HistoryPage(params.session_key, "", [], 0, False), None
     messages, left_out = fit_history_bytes(
@@ -86,7 +86,7 @@ async def _build_filter(call: MethodCall, reference: str, params: ChatHistoryPar
     if params.cursor is not None:
         before = wire.parse_cursor(params.cursor)
     elif params.offset:
-        end = await call.operations.read_history(
+        end = await call.operations.transcripts.read(
             call.caller, reference, HistoryFilter(limit=1, include_tools=True)
         )
         before = max(1, end.total - params.offset + 1)
@@ -215,11 +215,11 @@ class ChatAbortParams(Params, frozen=True):
 async def abort_chat(call: MethodCall, params: ChatAbortParams) -> dict[str, Any]:
     session = qualify_session_key(params.session_key, params.agent_id)
     if params.run_id is not None:
-        run = await call.operations.get_run(call.caller, params.run_id)
-        view = await call.operations.describe(call.caller, session)
+        run = await call.operations.runs.get(call.caller, params.run_id)
+        view = await call.operations.sessions.describe(call.caller, session)
         if keys.display_full_key(run.session_key) != view.key:
             raise InvalidInput("runId does not match sessionKey.", "Leave one of them out.", field="runId")
-    stopped = await call.operations.stop(call.caller, session, params.run_id)
+    stopped = await call.operations.runs.stop(call.caller, session, params.run_id)
     return {"ok": True, "aborted": bool(stopped.run_ids), "runIds": stopped.run_ids}
 
 
@@ -234,7 +234,7 @@ class ChatInjectParams(Params, frozen=True):
 @rpc_method("chat.inject", ADMIN_SCOPE, ChatInjectParams)
 async def inject_message(call: MethodCall, params: ChatInjectParams) -> dict[str, Any]:
     session = qualify_session_key(params.session_key, params.agent_id)
-    injected = await call.operations.inject(
+    injected = await call.operations.transcripts.inject(
         call.caller, session, params.message, params.label, key=params.idempotency_key
     )
     return {"ok": True, "messageId": injected.message_id, "messageSeq": injected.seq}

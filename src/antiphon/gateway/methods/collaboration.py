@@ -10,8 +10,8 @@ from antiphon.access import ADMIN_SCOPE, READ_SCOPE, WRITE_SCOPE
 from antiphon.engine.collaboration.attachments import SpawnAttachment
 from antiphon.gateway.methods.registry import MethodCall, NoParams, rpc_method
 from antiphon.gateway.ws.frames import IdempotencyKey, Params, SessionReference
+from antiphon.operations.types import DeliveryPage, DeliveryView, ExchangeDetail, ExchangePage, SpawnResult
 from antiphon.tools.sessions_spawn import SpawnArguments
-from antiphon.views import DeliveryPage, DeliveryView, ExchangeDetail, ExchangePage, SpawnResult
 
 
 class ExchangeListParams(Params, frozen=True):
@@ -23,7 +23,7 @@ class ExchangeListParams(Params, frozen=True):
 
 @rpc_method("exchanges.list", READ_SCOPE, ExchangeListParams)
 async def list_exchanges(call: MethodCall, params: ExchangeListParams) -> ExchangePage:
-    return await call.operations.list_exchanges(
+    return await call.operations.exchanges.list(
         call.caller,
         params.session_key,
         unsettled=params.unsettled,
@@ -39,7 +39,7 @@ class ExchangeGetParams(Params, frozen=True):
 @rpc_method("exchanges.get", READ_SCOPE, ExchangeGetParams)
 async def get_exchange(call: MethodCall, params: ExchangeGetParams) -> ExchangeDetail:
     """Return one exchange by its id or an id prefix, with full texts and all replies."""
-    return await call.operations.get_exchange(call.caller, params.id)
+    return await call.operations.exchanges.get(call.caller, params.id)
 
 
 class SessionSpawnParams(SpawnArguments, Params, frozen=True):
@@ -53,7 +53,7 @@ class SessionSpawnParams(SpawnArguments, Params, frozen=True):
 @rpc_method("sessions.spawn", WRITE_SCOPE, SessionSpawnParams)
 async def spawn_subagent(call: MethodCall, params: SessionSpawnParams) -> SpawnResult:
     """Start a sub-agent for the named session, like the tool. It reports to that session when it is done."""
-    return await call.operations.spawn(
+    return await call.operations.subagents.spawn(
         call.caller, params.spawn_request, requester=params.requester_session_key
     )
 
@@ -66,7 +66,7 @@ class SubagentListParams(Params, frozen=True):
 @rpc_method("subagents.list", READ_SCOPE, SubagentListParams)
 async def list_subagents(call: MethodCall, params: SubagentListParams) -> dict[str, Any]:
     """List active and recently ended sub-agents, newest first."""
-    found = await call.operations.list_subagents(call.caller, params.session_key, params.recent_minutes)
+    found = await call.operations.subagents.list(call.caller, params.session_key, params.recent_minutes)
     return {"total": len(found), "subagents": found}
 
 
@@ -77,14 +77,14 @@ class SubagentReportParams(Params, frozen=True):
 @rpc_method("subagents.report", READ_SCOPE, SubagentReportParams)
 async def get_subagent_report(call: MethodCall, params: SubagentReportParams) -> dict[str, Any]:
     """Return the full report of a sub-agent; null if it has none yet."""
-    text = await call.operations.get_subagent_report(call.caller, params.run_id)
+    text = await call.operations.subagents.get_report(call.caller, params.run_id)
     return {"runId": params.run_id, "report": text}
 
 
 @rpc_method("agents.spawnable", READ_SCOPE)
 async def list_spawnable_agents(call: MethodCall, params: NoParams) -> dict[str, Any]:
     """List all agents, each with the agents that it may start."""
-    return {"agents": await call.operations.list_agents(call.caller)}
+    return {"agents": await call.operations.agents.list(call.caller)}
 
 
 class DeliveryListParams(Params, frozen=True):
@@ -95,7 +95,7 @@ class DeliveryListParams(Params, frozen=True):
 
 @rpc_method("deliveries.list", READ_SCOPE, DeliveryListParams)
 async def list_deliveries(call: MethodCall, params: DeliveryListParams) -> DeliveryPage:
-    return await call.operations.list_deliveries(call.caller, params.state, params.limit, params.cursor)
+    return await call.operations.deliveries.list(call.caller, params.state, params.limit, params.cursor)
 
 
 class DeliveryRetryParams(Params, frozen=True):
@@ -105,4 +105,4 @@ class DeliveryRetryParams(Params, frozen=True):
 @rpc_method("deliveries.retry", ADMIN_SCOPE, DeliveryRetryParams)
 async def retry_delivery(call: MethodCall, params: DeliveryRetryParams) -> DeliveryView:
     """Send a dead, blocked or doubtful delivery again. Rejected while it is pending, so one request sends it once."""
-    return await call.operations.retry_delivery(call.caller, params.key)
+    return await call.operations.deliveries.retry(call.caller, params.key)

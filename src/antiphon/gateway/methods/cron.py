@@ -1,4 +1,4 @@
-"""Methods for scheduled jobs; the jobs themselves are in `job_operations`."""
+"""Methods for scheduled jobs; the jobs themselves are in `operations.jobs`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from antiphon.access import ADMIN_SCOPE, READ_SCOPE
 from antiphon.errors import InvalidInput
 from antiphon.gateway.methods.registry import MethodCall, NoParams, rpc_method
 from antiphon.gateway.ws.frames import IdempotencyKey, Params
-from antiphon.job_operations import (
+from antiphon.operations.jobs import (
     JobFireResult,
     JobPatch,
     JobSpec,
@@ -42,7 +42,7 @@ class CronListParams(Params, frozen=True):
 @rpc_method("cron.list", READ_SCOPE, CronListParams)
 async def list_jobs(call: MethodCall, params: CronListParams) -> dict[str, Any]:
     everything = params.include_disabled or params.enabled != "enabled"
-    jobs = await call.gateway.app.schedules.list(call.caller, include_disabled=everything)
+    jobs = await call.gateway.app.operations.jobs.list(call.caller, include_disabled=everything)
     if params.enabled == "disabled":
         jobs = [job for job in jobs if not job.enabled]
     if params.agent_id:
@@ -64,11 +64,11 @@ async def list_jobs(call: MethodCall, params: CronListParams) -> dict[str, Any]:
 
 @rpc_method("cron.status", READ_SCOPE)
 async def get_cron_status(call: MethodCall, params: NoParams) -> SchedulerStatusView:
-    return await call.gateway.app.schedules.get_status(call.caller)
+    return await call.gateway.app.operations.jobs.get_status(call.caller)
 
 
 class CronAddParams(Params, frozen=True):
-    """The job itself is read by `job_operations`; only what this wire adds to it is named here."""
+    """The job itself is read by `operations.jobs`; only what this wire adds to it is named here."""
 
     name: str
     schedule: Any
@@ -86,7 +86,7 @@ class CronAddParams(Params, frozen=True):
 @rpc_method("cron.add", ADMIN_SCOPE, CronAddParams)
 async def add_job(call: MethodCall, params: CronAddParams) -> JobView:
     raw = _to_job_data(params)
-    return await call.gateway.app.schedules.add(
+    return await call.gateway.app.operations.jobs.add(
         call.caller, parse_job_input(JobSpec, raw), key=params.idempotency_key
     )
 
@@ -126,14 +126,14 @@ class CronUpdateParams(CronJobParams, frozen=True):
 @rpc_method("cron.update", ADMIN_SCOPE, CronUpdateParams)
 async def update_job(call: MethodCall, params: CronUpdateParams) -> JobView:
     known = {name: value for name, value in params.patch.items() if name not in ("wakeMode", "description")}
-    return await call.gateway.app.schedules.update(
+    return await call.gateway.app.operations.jobs.update(
         call.caller, params.job, parse_job_input(JobPatch, _normalize_delivery(known))
     )
 
 
 @rpc_method("cron.remove", ADMIN_SCOPE, CronJobParams)
 async def remove_job(call: MethodCall, params: CronJobParams) -> dict[str, Any]:
-    return {"ok": True, "removed": await call.gateway.app.schedules.remove(call.caller, params.job)}
+    return {"ok": True, "removed": await call.gateway.app.operations.jobs.remove(call.caller, params.job)}
 
 
 class CronRunParams(CronJobParams, frozen=True):
@@ -143,7 +143,7 @@ class CronRunParams(CronJobParams, frozen=True):
 
 @rpc_method("cron.run", ADMIN_SCOPE, CronRunParams)
 async def run_job(call: MethodCall, params: CronRunParams) -> dict[str, Any]:
-    fired: JobFireResult = await call.gateway.app.schedules.run(
+    fired: JobFireResult = await call.gateway.app.operations.jobs.run(
         call.caller, params.job, params.mode, key=params.idempotency_key
     )
     return {"ok": True, **msgspec.to_builtins(fired)}
@@ -155,4 +155,6 @@ class CronRunsParams(CronJobParams, frozen=True):
 
 @rpc_method("cron.runs", READ_SCOPE, CronRunsParams)
 async def list_job_runs(call: MethodCall, params: CronRunsParams) -> dict[str, Any]:
-    return {"entries": await call.gateway.app.schedules.list_runs(call.caller, params.job, params.limit)}
+    return {
+        "entries": await call.gateway.app.operations.jobs.list_runs(call.caller, params.job, params.limit)
+    }

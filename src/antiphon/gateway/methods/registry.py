@@ -14,7 +14,7 @@ from antiphon.gateway.hub import Hub
 from antiphon.gateway.state import GatewayState
 from antiphon.gateway.ws.connection import WebSocketConnection
 from antiphon.gateway.ws.frames import Params
-from antiphon.operations import Operations
+from antiphon.operations.operations import Operations
 
 P = TypeVar("P", bound=Params)
 

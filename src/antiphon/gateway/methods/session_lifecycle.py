@@ -14,7 +14,7 @@ from antiphon.gateway import incoming_messages, wire
 from antiphon.gateway.incoming_messages import ImageAttachment
 from antiphon.gateway.methods.registry import MethodCall, qualify_session_key, rpc_method
 from antiphon.gateway.ws.frames import IdempotencyKey, Params, SessionReference
-from antiphon.operations import IncomingMessage, SessionPatch
+from antiphon.operations.types import IncomingMessage, SessionPatch
 
 _SESSION_NAMESPACE = uuid.UUID("8c1f7a52-31c5-4e0e-8f0b-5d1d0a3f9b6e")
 
@@ -37,7 +37,7 @@ class SessionCreateParams(Params, frozen=True):
 @rpc_method("sessions.create", WRITE_SCOPE, SessionCreateParams)
 async def create_session(call: MethodCall, params: SessionCreateParams) -> dict[str, Any]:
     """Create a session. A message starts a run right away; if it is rejected, the session remains."""
-    view = await call.operations.create(
+    view = await call.operations.sessions.create(
         call.caller,
         session=_derive_session_key(call, params),
         agent_id=params.agent_id,
@@ -63,7 +63,7 @@ async def create_session(call: MethodCall, params: SessionCreateParams) -> dict[
         thinking=params.thinking_level,
     )
     try:
-        accepted = await call.operations.submit(call.caller, message)
+        accepted = await call.operations.messages.submit(call.caller, message)
     except AntiphonError as error:
         return {**result, "runError": {"code": error.ws, "message": str(error)}}
     return {**result, "runStarted": True, "runId": accepted.run_id}
@@ -107,7 +107,7 @@ async def patch_session(call: MethodCall, params: SessionPatchParams) -> dict[st
     session = await _resolve_expected_session(
         call, qualify_session_key(params.key, params.agent_id), params.expected_session_id
     )
-    view = await call.operations.patch(call.caller, session, changes)
+    view = await call.operations.sessions.patch(call.caller, session, changes)
     row = wire.build_session_dict(view)
     agent = view.agent_id or call.config.default_agent_id
     found = call.config.find_model(view.model_override or call.config.get_model_ref(agent))
@@ -132,7 +132,9 @@ class SessionResetParams(Params, frozen=True):
 
 @rpc_method("sessions.reset", ADMIN_SCOPE, SessionResetParams, waits=True)
 async def reset_session(call: MethodCall, params: SessionResetParams) -> dict[str, Any]:
-    begin_anew = call.operations.renew if params.if_idle else call.operations.reset
+    begin_anew = (
+        call.operations.conversations.renew if params.if_idle else call.operations.conversations.reset
+    )
     view = await begin_anew(
         call.caller,
         qualify_session_key(params.key, params.agent_id),
@@ -150,7 +152,7 @@ async def _resolve_expected_session(call: MethodCall, session: str, session_id: 
     """
     if session_id is None:
         return session
-    view = await call.operations.describe(call.caller, session)
+    view = await call.operations.sessions.describe(call.caller, session)
     if view.session_id != session_id:
         raise Conflict(
             f"Session {session!r} has moved on to another conversation.",
@@ -177,12 +179,12 @@ async def delete_session(call: MethodCall, params: SessionDeleteParams) -> dict[
     """
     session, expected = qualify_session_key(params.key, params.agent_id), params.expected_session_id
     if params.delete_transcript:
-        deleted = await call.operations.delete(
+        deleted = await call.operations.sessions.delete(
             call.caller, session, key=params.idempotency_key, expected=expected
         )
     else:
         session = await _resolve_expected_session(call, session, expected)
-        await call.operations.patch(call.caller, session, SessionPatch(archived=True))
+        await call.operations.sessions.patch(call.caller, session, SessionPatch(archived=True))
         deleted = False
     return {"ok": True, "key": params.key, "deleted": deleted, "archived": []}
 
@@ -197,7 +199,9 @@ class SessionCompactParams(Params, frozen=True):
 @rpc_method("sessions.compact", ADMIN_SCOPE, SessionCompactParams)
 async def compact_session(call: MethodCall, params: SessionCompactParams) -> dict[str, Any]:
     session = qualify_session_key(params.key, params.agent_id)
-    done = await call.operations.compact(call.caller, session, params.max_lines, key=params.idempotency_key)
+    done = await call.operations.transcripts.compact(
+        call.caller, session, params.max_lines, key=params.idempotency_key
+    )
     reason = {"reason": done.reason} if done.reason else {}
     return {"ok": True, "key": params.key, "compacted": done.compacted, "kept": done.kept, **reason}
 
@@ -208,5 +212,5 @@ class SessionRestoreParams(Params, frozen=True):
 
 @rpc_method("sessions.restore", ADMIN_SCOPE, SessionRestoreParams)
 async def restore_session(call: MethodCall, params: SessionRestoreParams) -> dict[str, Any]:
-    view = await call.operations.restore(call.caller, params.session_id)
+    view = await call.operations.conversations.restore(call.caller, params.session_id)
     return {"ok": True, "key": view.key, "entry": wire.build_session_dict(view)}

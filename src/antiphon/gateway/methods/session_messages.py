@@ -16,14 +16,14 @@ from antiphon.gateway.incoming_messages import ImageAttachment
 from antiphon.gateway.methods import chat
 from antiphon.gateway.methods.registry import MethodCall, qualify_session_key, rpc_method
 from antiphon.gateway.ws.frames import IdempotencyKey, Params, SessionReference
-from antiphon.operations import IncomingMessage
-from antiphon.operations import SendRequest as Exchange
-from antiphon.operations.exchanges import (
+from antiphon.operations.exchanges import MAX_REPLY_BACK_TURNS
+from antiphon.operations.types import (
     DEFAULT_REPLY_TIMEOUT_SECONDS,
-    MAX_REPLY_BACK_TURNS,
     MAX_REPLY_TIMEOUT_SECONDS,
+    IncomingMessage,
+    SendResult,
 )
-from antiphon.views import SendResult
+from antiphon.operations.types import SendRequest as Exchange
 
 
 class SessionMessageParams(Params, frozen=True):
@@ -54,14 +54,14 @@ async def send_to_session(call: MethodCall, params: SessionSendParams) -> dict[s
     """Send a message to an existing session, like `chat.send`, or start an exchange between two sessions."""
     session = qualify_session_key(params.key, params.agent_id)
     if params.from_session_key is not None:
-        return await call.operations.send(
+        return await call.operations.exchanges.send(
             call.caller, _build_exchange(params, session), requester=params.from_session_key
         )
     for field in ("timeout_seconds", "reply_back", "announce"):
         if getattr(params, field) is not None:
             name = _get_wire_name(field)
             raise InvalidInput(f"{name!r} is for an exchange.", "Pass fromSessionKey, too.", field=name)
-    await call.operations.describe(call.caller, session)
+    await call.operations.sessions.describe(call.caller, session)
     return await chat.submit_message(call, _build_message(params, session))
 
 
@@ -94,7 +94,7 @@ def _get_wire_name(field: str) -> str:
 async def steer_session(call: MethodCall, params: SessionMessageParams) -> dict[str, Any]:
     """Stop the active run and submit this message instead; a rejected message stops nothing."""
     message = _build_message(params, qualify_session_key(params.key, params.agent_id))
-    accepted, stopped = await call.operations.steer(call.caller, message)
+    accepted, stopped = await call.operations.messages.steer(call.caller, message)
     return {**chat.build_receipt(call, accepted), "interruptedActiveRun": bool(stopped)}
 
 
@@ -123,9 +123,9 @@ async def abort_session(call: MethodCall, params: SessionAbortParams) -> dict[st
         qualify_session_key(params.key, params.agent_id)
         if params.key
         else keys.display_full_key(
-            (await call.operations.get_run(call.caller, params.run_id or "")).session_key
+            (await call.operations.runs.get(call.caller, params.run_id or "")).session_key
         )
     )
-    stopped = await call.operations.stop(call.caller, session, params.run_id)
+    stopped = await call.operations.runs.stop(call.caller, session, params.run_id)
     aborted = stopped.run_ids[0] if stopped.run_ids else None
     return {"ok": True, "abortedRunId": aborted, "status": "aborted" if aborted else "no-active-run"}

@@ -9,15 +9,14 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.access import READ_SCOPE, WRITE_SCOPE
+from antiphon.engine.sessions.transcripts import EntryRole, HistoryFilter
 from antiphon.errors import Ambiguous, InvalidInput, NotFound
-from antiphon.filters import EntryRole
 from antiphon.gateway import wire
 from antiphon.gateway.methods import chat
 from antiphon.gateway.methods.registry import MethodCall, NoParams, qualify_session_key, rpc_method
 from antiphon.gateway.ws.frames import Params, SessionReference
-from antiphon.operations import HistoryFilter, ListFilter
+from antiphon.operations.types import HistoryPage, ListFilter, SessionView
 from antiphon.store.listing import SESSION_KINDS
-from antiphon.views import HistoryPage, SessionView
 
 MAX_SESSIONS_PER_PAGE = 200
 
@@ -69,7 +68,7 @@ async def list_sessions(call: MethodCall, params: SessionListParams) -> dict[str
         cursor=params.cursor,
     )
     wanted = await _skip_rows(call, wanted, params.offset)
-    page = await call.operations.list(call.caller, wanted)
+    page = await call.operations.sessions.list(call.caller, wanted)
     found = [view for view in page.sessions if _is_wanted(view, params)]
     return {
         "ts": call.now,
@@ -114,7 +113,7 @@ async def _skip_rows(call: MethodCall, wanted: ListFilter, offset: int) -> ListF
     if offset > 1000:
         raise InvalidInput("'offset' is at most 1000.", "Use nextCursor to go on.", field="offset")
     while offset > 0:
-        page = await call.operations.list(
+        page = await call.operations.sessions.list(
             call.caller, msgspec.structs.replace(wanted, limit=min(offset, MAX_SESSIONS_PER_PAGE))
         )
         if page.next_cursor is None:
@@ -127,7 +126,9 @@ async def _skip_rows(call: MethodCall, wanted: ListFilter, offset: int) -> ListF
 async def _add_last_messages(call: MethodCall, found: list[dict[str, Any]]) -> None:
     for start in range(0, len(found), 64):
         part = found[start : start + 64]
-        previews = await call.operations.preview(call.caller, [row["key"] for row in part], 1, 120)
+        previews = await call.operations.transcripts.preview(
+            call.caller, [row["key"] for row in part], 1, 120
+        )
         for row, preview in zip(part, previews, strict=True):
             if preview.items:
                 row["lastMessagePreview"] = preview.items[-1].text
@@ -177,9 +178,9 @@ async def _find_session(call: MethodCall, params: SessionResolveParams) -> Sessi
         reference = (
             qualify_session_key(params.key, params.agent_id) if params.key else params.session_id or ""
         )
-        return await call.operations.describe(call.caller, reference)
+        return await call.operations.sessions.describe(call.caller, reference)
     # Not used as a reference: a label may look like a key.
-    page = await call.operations.list(
+    page = await call.operations.sessions.list(
         call.caller, ListFilter(label=params.label, agent_id=params.agent_id, limit=10)
     )
     candidates = [view.key for view in page.sessions]
@@ -202,7 +203,7 @@ class SessionPreviewParams(Params, frozen=True):
 
 @rpc_method("sessions.preview", READ_SCOPE, SessionPreviewParams)
 async def preview_sessions(call: MethodCall, params: SessionPreviewParams) -> dict[str, Any]:
-    found = await call.operations.preview(
+    found = await call.operations.transcripts.preview(
         call.caller, params.keys[:64], min(params.limit, 50), min(params.max_chars, 2000)
     )
     return {"ts": call.now, "previews": found}
@@ -218,11 +219,13 @@ class SessionDescribeParams(Params, frozen=True):
 @rpc_method("sessions.describe", READ_SCOPE, SessionDescribeParams)
 async def describe_session(call: MethodCall, params: SessionDescribeParams) -> dict[str, Any]:
     try:
-        view = await call.operations.describe(call.caller, qualify_session_key(params.key, params.agent_id))
+        view = await call.operations.sessions.describe(
+            call.caller, qualify_session_key(params.key, params.agent_id)
+        )
     except NotFound:
         return {"session": None}
     row = wire.build_session_dict(view)
-    row["activeRunIds"] = await call.operations.list_unfinished_runs(call.caller, view.key)
+    row["activeRunIds"] = await call.operations.runs.list_unfinished(call.caller, view.key)
     if params.include_derived_titles or params.include_last_message:
         await _add_last_messages(call, [row])
     return {"session": row}
@@ -238,7 +241,7 @@ class SessionSearchParams(Params, frozen=True):
 @rpc_method("sessions.search", READ_SCOPE, SessionSearchParams)
 async def search_sessions(call: MethodCall, params: SessionSearchParams) -> dict[str, Any]:
     only = params.session_keys
-    page = await call.operations.search(
+    page = await call.operations.search.find(
         call.caller,
         params.query,
         limit=params.limit,
@@ -260,7 +263,7 @@ class SessionGetParams(Params, frozen=True):
 @rpc_method("sessions.get", READ_SCOPE, SessionGetParams)
 async def get_session_messages(call: MethodCall, params: SessionGetParams) -> dict[str, Any]:
     wanted = HistoryFilter(limit=params.limit, include_tools=True)
-    page = await call.operations.read_history(
+    page = await call.operations.transcripts.read(
         call.caller, qualify_session_key(params.key, params.agent_id), wanted
     )
     messages, _ = chat.fit_history_bytes([wire.format_history_item(item) for item in page.messages])
@@ -295,7 +298,7 @@ async def get_session_history(call: MethodCall, params: SessionHistoryParams) ->
         tool=params.tool,
         without_internal=params.without_internal,
     )
-    return await call.operations.read_history(
+    return await call.operations.transcripts.read(
         call.caller, qualify_session_key(params.key, params.agent_id), wanted
     )
 
@@ -308,7 +311,7 @@ class SessionConversationsParams(Params, frozen=True):
 @rpc_method("sessions.conversations", READ_SCOPE, SessionConversationsParams)
 async def list_conversations(call: MethodCall, params: SessionConversationsParams) -> dict[str, Any]:
     """List the conversations of a session, newest first; each can be read and restored by its id."""
-    found = await call.operations.list_conversations(
+    found = await call.operations.conversations.list(
         call.caller, qualify_session_key(params.key, params.agent_id)
     )
     return {"conversations": found}
@@ -322,7 +325,7 @@ class SessionUsageParams(Params, frozen=True):
 
 @rpc_method("sessions.usage", READ_SCOPE, SessionUsageParams)
 async def get_session_usage(call: MethodCall, params: SessionUsageParams) -> dict[str, Any]:
-    lines = await call.operations.get_usage(
+    lines = await call.operations.transcripts.get_usage(
         call.caller, qualify_session_key(params.key, params.agent_id), tree=params.tree
     )
     known = [line.cost for line in lines]
@@ -364,11 +367,13 @@ class MessagesSubscribeParams(Params, frozen=True):
 async def subscribe_to_messages(call: MethodCall, params: MessagesSubscribeParams) -> dict[str, Any]:
     session = qualify_session_key(params.key, params.agent_id)
     try:
-        await call.operations.describe(call.caller, session)
+        await call.operations.sessions.describe(call.caller, session)
     except NotFound:  # clients subscribe to the main session before it exists
-        if WRITE_SCOPE not in call.caller.scopes or not call.operations.is_main(call.caller, session):
+        if WRITE_SCOPE not in call.caller.scopes or not call.operations.sessions.is_main(
+            call.caller, session
+        ):
             raise
-        await call.operations.open(call.caller, session)
+        await call.operations.sessions.open(call.caller, session)
     return await call.hub.subscriptions.subscribe(
         call.connection, session, params.after_seq, params.session_id
     )
@@ -381,6 +386,8 @@ class MessagesUnsubscribeParams(Params, frozen=True):
 
 @rpc_method("sessions.messages.unsubscribe", READ_SCOPE, MessagesUnsubscribeParams)
 async def unsubscribe_from_messages(call: MethodCall, params: MessagesUnsubscribeParams) -> dict[str, Any]:
-    view = await call.operations.describe(call.caller, qualify_session_key(params.key, params.agent_id))
+    view = await call.operations.sessions.describe(
+        call.caller, qualify_session_key(params.key, params.agent_id)
+    )
     call.hub.subscriptions.unsubscribe(call.connection, view.key)
     return {"subscribed": False, "key": view.key}

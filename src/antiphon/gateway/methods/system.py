@@ -32,7 +32,7 @@ async def get_health(call: MethodCall, params: HealthParams) -> dict[str, Any]:
 @rpc_method("status", READ_SCOPE, HealthParams)
 async def get_status(call: MethodCall, params: HealthParams) -> dict[str, Any]:
     """Return the status overview for operators."""
-    summary = await call.operations.get_summary(call.caller)
+    summary = await call.operations.sessions.get_summary(call.caller)
     return {
         "runtimeVersion": __version__,
         "version": __version__,
@@ -46,9 +46,9 @@ async def get_status(call: MethodCall, params: HealthParams) -> dict[str, Any]:
         "defaultAgentId": call.config.default_agent_id,
         "runs": {"queued": summary.queued, "running": summary.running},
         "sessions": {"count": summary.sessions, "path": call.gateway.database_path},
-        "cron": await call.gateway.app.schedules.get_status(call.caller),
-        "deliveries": (await call.operations.list_deliveries(call.caller, limit=1)).standing,
-        "replicas": await call.operations.list_replicas(call.caller),
+        "cron": await call.gateway.app.operations.jobs.get_status(call.caller),
+        "deliveries": (await call.operations.deliveries.list(call.caller, limit=1)).standing,
+        "replicas": await call.operations.status.list_replicas(call.caller),
         "channelSummary": [],
         "queuedSystemEvents": [],
     }
@@ -107,7 +107,7 @@ class AgentIdentityParams(Params, frozen=True):
 async def get_agent_identity(call: MethodCall, params: AgentIdentityParams) -> dict[str, Any]:
     agent_id = params.agent_id
     if agent_id is None and params.session_key:
-        agent_id = (await call.operations.describe(call.caller, params.session_key)).agent_id
+        agent_id = (await call.operations.sessions.describe(call.caller, params.session_key)).agent_id
     agent = call.config.get_agent(agent_id or call.config.default_agent_id)
     looks = _get_appearance(agent)
     return {

@@ -35,7 +35,7 @@ class EffectiveToolsParams(Params, frozen=True):
 @rpc_method("tools.effective", READ_SCOPE, EffectiveToolsParams)
 async def get_effective_tools(call: MethodCall, params: EffectiveToolsParams) -> dict[str, Any]:
     """List the tools of a run in this session; a spawned session has fewer than its agent."""
-    session, actor = await call.operations.describe_actor(call.caller, params.session_key)
+    session, actor = await call.operations.sessions.describe_actor(call.caller, params.session_key)
     return {
         "agentId": session.agent_id,
         "profile": "full",

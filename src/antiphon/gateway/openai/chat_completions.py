@@ -31,9 +31,8 @@ from antiphon.gateway.openai.common import (
 )
 from antiphon.gateway.state import GatewayState
 from antiphon.messages import ImageBlock, TextBlock, ToolCall, UserMessage
-from antiphon.operations import IncomingMessage
+from antiphon.operations.types import IncomingMessage, MessageReceipt, RunView
 from antiphon.runtimes import Sampling
-from antiphon.views import MessageReceipt, RunView
 
 
 class ImageUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

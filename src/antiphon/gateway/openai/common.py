@@ -48,11 +48,10 @@ from antiphon.messages import (
     ToolResult,
     UserMessage,
 )
-from antiphon.operations import IncomingMessage
+from antiphon.operations.types import IncomingMessage, RunView
 from antiphon.runtimes import Sampling, ToolSpec
 from antiphon.runtimes.model import INVALID_ARGUMENTS_KEY
 from antiphon.runtimes.tool_calls import parse_arguments
-from antiphon.views import RunView
 
 DEFAULT_MODEL_NAME = "antiphon"
 _MODEL_PATTERN = re.compile(
@@ -466,7 +465,7 @@ async def load_client_calls(
     """Return the calls of client-side tools that the run ended with."""
     if message.options is None or not message.options.tools or view.state != "ok":
         return []
-    return await gateway.app.operations.list_client_calls(caller, view.run_id)
+    return await gateway.app.operations.runs.list_client_calls(caller, view.run_id)
 
 
 async def run_to_end(
@@ -474,9 +473,9 @@ async def run_to_end(
 ) -> RunView:
     """Submit a message and wait for its run. The run continues if the client disconnects."""
     operations, timeout = gateway.app.operations, gateway.app.config.agents.defaults.timeout_seconds
-    accepted = await operations.submit(caller, message)
+    accepted = await operations.messages.submit(caller, message)
     return await wait_while_connected(
-        request, gateway.closing, operations.wait(caller, accepted.run_id, timeout)
+        request, gateway.closing, operations.runs.wait(caller, accepted.run_id, timeout)
     )
 
 

@@ -31,9 +31,8 @@ from antiphon.gateway.openai.common import (
 )
 from antiphon.gateway.state import GatewayState
 from antiphon.messages import AssistantMessage, ImageBlock, TextBlock, ToolCall, UserMessage
-from antiphon.operations import IncomingMessage
+from antiphon.operations.types import IncomingMessage, MessageReceipt, RunView
 from antiphon.runtimes import Sampling
-from antiphon.views import MessageReceipt, RunView
 
 RESPONSE_ID_PREFIX = "resp_"
 TEXT_PART_TYPES = ["input_text", "output_text", "text", "refusal"]
@@ -171,7 +170,7 @@ async def _find_response_session(gateway: GatewayState, caller: Caller, response
     if not response_id.startswith(RESPONSE_ID_PREFIX):
         raise missing
     try:
-        run = await gateway.app.operations.get_run(caller, response_id.removeprefix(RESPONSE_ID_PREFIX))
+        run = await gateway.app.operations.runs.get(caller, response_id.removeprefix(RESPONSE_ID_PREFIX))
     except NotFound:
         raise missing from None
     return RequestSession(run.session_key, is_fresh=False)

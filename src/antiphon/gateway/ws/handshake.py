@@ -155,7 +155,7 @@ async def _open_node_session(gateway: GatewayState, caller: Caller, client: Conn
     """Create the session of a node when it first connects."""
     name = client.device or client.instance or client.id
     key = keys.owned_key(gateway.app.config.default_agent_id, "node", name)
-    await gateway.app.operations.open(caller, str(key))
+    await gateway.app.operations.sessions.open(caller, str(key))
 
 
 def build_hello(gateway: GatewayState, hub: Hub, connection: WebSocketConnection) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from antiphon.engine.sessions import session_rows as sessions
 from antiphon.engine.sessions.search import SearchQuery, SearchResult
 from antiphon.errors import Ambiguous, InvalidInput, NotFound
 from antiphon.operations.context import OperationContext
-from antiphon.operations.request_validation import validate_and_clamp
+from antiphon.operations.types import SearchHit, SearchPage
+from antiphon.operations.validation import validate_and_clamp
 from antiphon.store import Row, Tx, listing
 from antiphon.store.fulltext import FulltextQuery
-from antiphon.views import SearchHit, SearchPage
 
 DEFAULT_SEARCH_RESULTS, MAX_SEARCH_RESULTS = 20, 50
 MAX_SEARCHED_SESSIONS = 200  # sessions that one search may name
@@ -79,8 +79,11 @@ class _MaskedMatches:
         return masked == row["words"] or match.matches(masked)
 
 
-class SearchOperations(OperationContext):
-    async def search(
+class SearchOperations:
+    def __init__(self, context: OperationContext) -> None:
+        self._context = context
+
+    async def find(
         self,
         caller: Caller,
         query: str,
@@ -110,7 +113,9 @@ class SearchOperations(OperationContext):
         )
         indexing = await self._is_indexing()
         rows, in_time, match = await self._search_masked(caller, asked)
-        hits = partial(_build_hits, caller, rows[: asked.limit], match, self._clock.now(), asked.masking)
+        hits = partial(
+            _build_hits, caller, rows[: asked.limit], match, self._context.clock.now(), asked.masking
+        )
         return SearchPage(
             results=await asyncio.to_thread(hits) if rows else [],
             indexing=indexing,
@@ -119,17 +124,17 @@ class SearchOperations(OperationContext):
 
     async def _is_indexing(self) -> bool:
         """Whether earlier entries are still missing from the index; if only a few are, they are indexed now."""
-        last, head = await self._store.read(search.load_index_position)
-        if last < head <= last + search.MAX_ENTRIES_INDEXED_BY_SEARCH and self._engine is not None:
-            last = await self._store.tx(search.index_entries, search.INDEX_BATCH_ENTRIES)
+        last, head = await self._context.store.read(search.load_index_position)
+        if last < head <= last + search.MAX_ENTRIES_INDEXED_BY_SEARCH and self._context.worker is not None:
+            last = await self._context.store.tx(search.index_entries, search.INDEX_BATCH_ENTRIES)
             if last < head:
-                last = await self._store.tx(search.index_entries, search.INDEX_BATCH_ENTRIES)
+                last = await self._context.store.tx(search.index_entries, search.INDEX_BATCH_ENTRIES)
         return last < head
 
     async def _search_masked(self, caller: Caller, asked: _SearchRequest) -> SearchResult:
         """Search the index; matches that disappear by masking are replaced by further ones."""
         while True:
-            found = await self._store.read(self._search_index, caller, asked)
+            found = await self._context.store.read(self._search_index, caller, asked)
             if asked.masking is None:
                 return found
             seen = await asyncio.to_thread(asked.masking.keep_matching, found)
@@ -146,7 +151,7 @@ class SearchOperations(OperationContext):
             keep=None if asked.masking is None else asked.masking.can_match,
         )
         found = await search.find_entries(tx, wish)
-        reach = access.compute_reach(caller, self._session_resolver.get_grants(caller))
+        reach = access.compute_reach(caller, self._context.session_resolver.get_grants(caller))
         # The index has already filtered by reach; access is still decided for each row.
         return found._replace(rows=[row for row in found.rows if reach.covers(_build_target(row))])
 
@@ -155,7 +160,7 @@ class SearchOperations(OperationContext):
         if asked.agent_id is not None:
             scopes.append([search.make_agent_scope(asked.agent_id)])
         if asked.session is not None:
-            row = await self._session_resolver.open(tx, caller, "read", asked.session)
+            row = await self._context.session_resolver.open(tx, caller, "read", asked.session)
             scopes.append([search.make_session_scope(row["id"])])
         if asked.sessions is not None:
             scopes.append(await self._resolve_readable_sessions(tx, caller, asked.sessions))
@@ -165,7 +170,7 @@ class SearchOperations(OperationContext):
 
     async def _resolve_reach_terms(self, tx: Tx, caller: Caller) -> list[str] | None:
         """Return the caller's reach as terms of the index; None if it is unrestricted."""
-        reach = access.compute_reach(caller, self._session_resolver.get_grants(caller))
+        reach = access.compute_reach(caller, self._context.session_resolver.get_grants(caller))
         agents = None if reach.everything else await listing.load_admitted_agents(tx, reach.admits_agent)
         if agents is None:
             return None
@@ -182,7 +187,7 @@ class SearchOperations(OperationContext):
         found: list[str] = []
         for reference in references:
             try:
-                row = await self._session_resolver.open(tx, caller, "read", reference)
+                row = await self._context.session_resolver.open(tx, caller, "read", reference)
             except (NotFound, Ambiguous, InvalidInput):
                 continue
             found.append(search.make_session_scope(row["id"]))

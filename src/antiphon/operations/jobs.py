@@ -11,18 +11,18 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from antiphon import validation_errors, views
+from antiphon import validation_errors
 from antiphon.access import ADMIN_SCOPE, READ_SCOPE, Caller
-from antiphon.clock import Clock
 from antiphon.engine import validation
 from antiphon.engine.idempotency import IdempotentCommand
 from antiphon.engine.jobs import jobs
-from antiphon.engine.jobs.jobs import Job, JobDelivery, JobPatch, JobPayload, JobSpec
+from antiphon.engine.jobs.jobs import FiringContext, Job, JobDelivery, JobPatch, JobPayload, JobSpec
 from antiphon.engine.jobs.schedule import Schedule
 from antiphon.engine.jobs.scheduler import Scheduler
-from antiphon.errors import Forbidden, InvalidInput
-from antiphon.store import Store
-from antiphon.views import RunView
+from antiphon.errors import Forbidden, InvalidInput, StoreReadOnly
+from antiphon.operations import types
+from antiphon.operations.context import OperationContext
+from antiphon.operations.types import RunView
 
 __all__ = [
     "JobFireResult",
@@ -87,11 +87,13 @@ class SchedulerStatusView(_View, omit_defaults=False, frozen=True):
 
 
 class JobOperations:
-    def __init__(self, *, store: Store, clock: Clock, scheduler: Scheduler) -> None:
-        self._store = store
-        self._clock = clock
+    def __init__(self, context: OperationContext, scheduler: Scheduler | None) -> None:
+        self._context = context
         self._scheduler = scheduler
-        self._context = scheduler.context
+        """None in a process that hosts no sessions: jobs can be read and changed there, but none fires."""
+        self._firing_context = (
+            scheduler.context if scheduler else FiringContext(context.config, context.session_resolver)
+        )
 
     async def add(self, caller: Caller, spec: JobSpec, *, key: str | None = None) -> JobView:
         """Adds a job. It is durable on return, and fires whenever a process hosts the directory.
@@ -100,29 +102,33 @@ class JobOperations:
         """
         _require_scope(caller, ADMIN_SCOPE)
         validation.validate_idempotency_key(key)
-        now = self._clock.now()
+        now = self._context.clock.now()
         given = _revalidate(spec)
         command = IdempotentCommand(key, ("cron.add", given))
-        jobs.check_channel(given.delivery, self._context)
-        settled = jobs.complete_job_spec(given, self._context.config, now)
-        job = await self._store.tx(
-            jobs.add_job, self._context, caller, str(uuid.uuid4()), settled, command, now
+        jobs.check_channel(given.delivery, self._firing_context)
+        settled = jobs.complete_job_spec(given, self._firing_context.config, now)
+        job = await self._context.store.tx(
+            jobs.add_job, self._firing_context, caller, str(uuid.uuid4()), settled, command, now
         )
-        self._scheduler.wake()
+        if self._scheduler is not None:
+            self._scheduler.wake()
         return _build_job_view(job)
 
     async def update(self, caller: Caller, job_id: str, patch: JobPatch) -> JobView:
         """Changes a job. A new schedule, or enabling it, counts from now: missed times are not made up for."""
         _require_scope(caller, ADMIN_SCOPE)
-        now = self._clock.now()
-        job = await self._store.tx(jobs.update_job, self._context, caller, job_id, _revalidate(patch), now)
-        self._scheduler.wake()
+        now = self._context.clock.now()
+        job = await self._context.store.tx(
+            jobs.update_job, self._firing_context, caller, job_id, _revalidate(patch), now
+        )
+        if self._scheduler is not None:
+            self._scheduler.wake()
         return _build_job_view(job)
 
     async def remove(self, caller: Caller, job_id: str) -> bool:
         """Removes a job and returns whether it existed. Its runs and its session stay."""
         _require_scope(caller, ADMIN_SCOPE)
-        return await self._store.tx(jobs.remove_job, job_id)
+        return await self._context.store.tx(jobs.remove_job, job_id)
 
     async def run(
         self, caller: Caller, job_id: str, mode: Literal["force", "due"] = "force", *, key: str | None = None
@@ -130,9 +136,14 @@ class JobOperations:
         """Fires a job now, or only if it is due. A repeated call with the same key returns the same run."""
         _require_scope(caller, ADMIN_SCOPE)
         validation.validate_idempotency_key(key)
-        await self._store.read(jobs.get_job, job_id)
-        if not self._scheduler.enabled:
+        await self._context.store.read(jobs.get_job, job_id)
+        if not self._context.config.cron.enabled:
             return JobFireResult(ran=False, reason=CRON_DISABLED_REASON)
+        if self._scheduler is None:
+            raise StoreReadOnly(
+                f"Job {job_id!r} was not fired: this process hosts no sessions.",
+                "Start Antiphon on this state directory.",
+            )
         command = IdempotentCommand(key, ("cron.run", job_id, mode))
         fired = await self._scheduler.fire_on_request(job_id, command, force=mode == "force")
         if fired.accepted is None:
@@ -141,7 +152,7 @@ class JobOperations:
 
     async def get(self, caller: Caller, job_id: str) -> JobView:
         _require_scope(caller, READ_SCOPE)
-        return _build_job_view(await self._store.read(jobs.get_job, job_id))
+        return _build_job_view(await self._context.store.read(jobs.get_job, job_id))
 
     async def list_runs(self, caller: Caller, job_id: str, limit: int = DEFAULT_JOB_RUNS) -> list[RunView]:
         """The runs of a job, newest first."""
@@ -150,19 +161,21 @@ class JobOperations:
             raise InvalidInput(
                 f"'limit' is {limit}; it must be at least 1.", f"Use 1 to {MAX_JOB_RUNS}.", field="limit"
             )
-        rows = await self._store.read(jobs.list_job_runs, job_id, min(limit, MAX_JOB_RUNS))
-        return [views.build_run_view(row, None, self._clock.now()) for row in rows]
+        rows = await self._context.store.read(jobs.list_job_runs, job_id, min(limit, MAX_JOB_RUNS))
+        return [types.build_run_view(row, None, self._context.clock.now()) for row in rows]
 
     async def get_status(self, caller: Caller) -> SchedulerStatusView:
         _require_scope(caller, READ_SCOPE)
-        count, next_at = await self._store.read(jobs.load_overview)
-        enabled = self._scheduler.enabled
+        count, next_at = await self._context.store.read(jobs.load_overview)
+        enabled = self._context.config.cron.enabled
         return SchedulerStatusView(enabled=enabled, jobs=count, next_wake_at=next_at if enabled else None)
 
     async def list(self, caller: Caller, include_disabled: bool = False) -> list[JobView]:
         """Every job, oldest first."""
         _require_scope(caller, READ_SCOPE)
-        return [_build_job_view(job) for job in await self._store.read(jobs.list_jobs, include_disabled)]
+        return [
+            _build_job_view(job) for job in await self._context.store.read(jobs.list_jobs, include_disabled)
+        ]
 
 
 def parse_job_input(kind: type[T], raw: Any) -> T:

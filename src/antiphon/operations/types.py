@@ -1,24 +1,161 @@
-"""Results of operations: plain typed data with the names that every wire uses.
+"""Requests and results of operations: plain typed data with the names that every wire uses.
 
-Absent means unknown. Nothing here reads anything; rows of the store are converted to these types.
+Absent means unknown. Nothing here reads anything; rows of the store are converted to these types. It imports little,
+so that a command that asks a running gateway starts fast.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from antiphon import keys
 from antiphon.bus import RunChanged, RunUsage
-from antiphon.engine.collaboration.attachments import AttachmentReceipt
+from antiphon.engine.collaboration.attachments import AttachmentReceipt, SpawnAttachment
+from antiphon.engine.runs.run_options import RunOptions
 from antiphon.engine.runs.run_queue import QUIET_ORIGINS, SANITIZED_ORIGINS
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.errors import InvalidInput
-from antiphon.messages import AssistantMessage, TextBlock, UserMessage, decode_message
+from antiphon.messages import (
+    AssistantMessage,
+    ImageBlock,
+    Provenance,
+    TextBlock,
+    ToolResult,
+    UserMessage,
+    decode_message,
+)
 from antiphon.store import Row
 from antiphon.store.listing import SessionListRow
+
+DEFAULT_LIST_ROWS, MAX_LIST_ROWS = 50, 200
+DEFAULT_REPLY_TIMEOUT_SECONDS, MAX_REPLY_TIMEOUT_SECONDS = 30, 3600
+
+# --- requests ---
+
+
+class IncomingMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """A message to a session. `idempotency_key` becomes the run's id: sending it again changes nothing."""
+
+    session: str
+    content: str | list[TextBlock | ImageBlock] | ToolResult
+    """The text, or the result of a client-side tool that an earlier run of the session called."""
+    idempotency_key: str | None = None
+    origin: str = "chat"
+    model: str | None = None
+    thinking: str | None = None
+    instructions: str | None = None
+    options: RunOptions | None = None
+    timeout_seconds: float | None = None
+    provenance: Provenance | None = None
+    literal: bool = False
+    """Whether the content is plain text, even if it looks like a command."""
+
+
+class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A message to another session, which is named by `session`, by `label` or by `agent_id`."""
+
+    message: str
+    session: str | None = None
+    """The target's key or session id."""
+    label: str | None = None
+    agent_id: str | None = None
+    """With a label, the agent whose session it is; alone, the agent whose main session is the target."""
+    timeout_seconds: float = DEFAULT_REPLY_TIMEOUT_SECONDS
+    idempotency_key: str | None = None
+    reply_back: int | None = None
+    announce: Literal["target", "none"] = "target"
+
+
+class SpawnRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """A request for a sub-agent. Fields that are left out use the configured defaults."""
+
+    task: str
+    label: str | None = None
+    agent_id: str | None = None
+    model: str | None = None
+    thinking: str | None = None
+    run_timeout_seconds: float | None = None
+    thread: bool = False
+    mode: Literal["run", "session"] | None = None
+    cleanup: Literal["delete", "keep"] = "keep"
+    sandbox: Literal["inherit", "require"] = "inherit"
+    attachments: Sequence[SpawnAttachment] = ()
+    mount_path: str | None = None
+    runtime: Literal["subagent", "acp"] = "subagent"
+    idempotency_key: str | None = None
+    announce: Literal["channel", "parent", "none"] = "channel"
+
+    def compute_digest(self, requester_key: str) -> str:
+        """Return a digest of the whole request and its requester, to recognise a repeated idempotency key."""
+        seconds = self.run_timeout_seconds
+        asked = [
+            requester_key,
+            self.task,
+            self.label,
+            self.agent_id,
+            self.model,
+            self.thinking,
+            None if seconds is None else float(seconds),
+            self.thread,
+            self.mode,
+            self.cleanup,
+            self.sandbox,
+            self._files_digest,
+            self.mount_path,
+            self.runtime,
+            self.announce,
+        ]
+        return hashlib.sha256(msgspec.json.encode(asked)).hexdigest()[:32]
+
+    @cached_property
+    def _files_digest(self) -> list[tuple[str, str, str | None, str]]:
+        """Digests of the attachments, cached because the files may be megabytes and are hashed in a transaction."""
+        return [
+            (file.name, file.encoding, file.mime_type, hashlib.sha256(file.content.encode()).hexdigest())
+            for file in self.attachments
+        ]
+
+
+class SessionPatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings to change on a session. Unset fields stay as they are; None removes a setting."""
+
+    label: str | UnsetType | None = UNSET
+    display_name: str | UnsetType | None = UNSET
+    model: str | UnsetType | None = UNSET
+    thinking_level: str | UnsetType | None = UNSET
+    verbose_level: str | UnsetType | None = UNSET
+    send_policy: str | UnsetType | None = UNSET
+    archived: bool | UnsetType | None = UNSET
+
+
+class RequestOrigin(msgspec.Struct, frozen=True):
+    """The run and the tool call that a request is made in; they identify it if it is repeated."""
+
+    run_id: str | None = None
+    key: str | None = None
+
+
+class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Which sessions to list."""
+
+    kinds: Sequence[str] | None = None
+    limit: int = DEFAULT_LIST_ROWS
+    active_minutes: float | None = None
+    agent_id: str | None = None
+    label: str | None = None
+    search: str | None = None
+    spawned_by: str | None = None
+    include_archived: bool = False
+    cursor: str | None = None
+
+
+# --- results ---
 
 
 class _View(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -59,6 +196,12 @@ class RunView(_View, frozen=True):
     @property
     def has_ended(self) -> bool:
         return self.state not in {"queued", "running"}
+
+
+class StopView(msgspec.Struct, frozen=True):
+    """Runs that were ended or asked to end."""
+
+    run_ids: list[str]
 
 
 class DeliveryRoute(_View, frozen=True):
@@ -127,6 +270,21 @@ class SessionsSummary(_View, omit_defaults=False, frozen=True):
     running: int
     agents: dict[str, int]
     """Sessions by agent, without archived ones."""
+
+
+class SystemStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Totals over all replicas that share the store. Large counts are capped."""
+
+    queued: int
+    running: int
+    idle_seconds: float
+    """How long the oldest run has waited that only needs a replica to take it."""
+    abandoned: int
+    """Runs whose replica is silent and that no other replica has taken over yet."""
+    replicas: int
+    pending: int
+    ambiguous: int
+    dead: int
 
 
 class ReplicaView(_View, frozen=True):
@@ -344,6 +502,14 @@ class TaskView(_View, frozen=True, kw_only=True):
         return self.label or self.child_session_key
 
 
+class KillResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The sub-agents that were stopped; `finished` names the chosen one if it had already ended."""
+
+    keys: list[str]
+    names: list[str]
+    finished: str | None = None
+
+
 class DeliveryView(_View, frozen=True, kw_only=True):
     """A message on its way to people."""
 
@@ -417,6 +583,30 @@ class ExchangeDetail(_View, frozen=True, kw_only=True):
 
     exchange: ExchangeView
     steps: list[ExchangeStep]
+
+
+class SearchHit(_View, frozen=True):
+    """An entry that was found. `score` is its recency: 1 is now, 1/2 a day ago, 1/8 a week ago."""
+
+    session_key: str
+    session_id: str
+    message_id: str
+    seq: int
+    role: str
+    timestamp: int
+    snippet: str
+    score: float
+
+
+class SearchPage(_View, frozen=True):
+    """Hits, newest first. `indexing`: the latest messages are not all searchable yet; `truncated`: more may exist."""
+
+    results: list[SearchHit]
+    indexing: bool = False
+    truncated: bool = False
+
+
+# --- building results from rows ---
 
 
 def build_task_view(row: Row, viewer_agent_id: str | None) -> TaskView:
@@ -558,24 +748,3 @@ def build_preview_item(entry: Entry, max_chars: int) -> PreviewItem | None:
     if len(words) > max_chars:
         words = f"{words[: max_chars - 1].rstrip()}…"
     return PreviewItem(role=entry.role, text=words) if words else None
-
-
-class SearchHit(_View, frozen=True):
-    """An entry that was found. `score` is its recency: 1 is now, 1/2 a day ago, 1/8 a week ago."""
-
-    session_key: str
-    session_id: str
-    message_id: str
-    seq: int
-    role: str
-    timestamp: int
-    snippet: str
-    score: float
-
-
-class SearchPage(_View, frozen=True):
-    """Hits, newest first. `indexing`: the latest messages are not all searchable yet; `truncated`: more may exist."""
-
-    results: list[SearchHit]
-    indexing: bool = False
-    truncated: bool = False
