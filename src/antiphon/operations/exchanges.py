@@ -187,7 +187,7 @@ class ExchangeOperations:
         await tx.do(lifecycle.SQL.reset_attempts, n=run["n"])
         until = now + round(min(seconds, MAX_REPLY_TIMEOUT_SECONDS) * 1000)
         edge = (run["n"], requester["id"], accepted.run_id, accepted.session)
-        await chains.record_wait(tx, *edge, until, now, shown=shown)
+        await chains.record_wait(tx, *edge, until, now, describe=shown)
 
     async def _resolve_target(
         self, tx: Tx, caller: Caller, request: SendRequest, now: int, created: list[Row]

@@ -39,17 +39,17 @@ class ChainLink(NamedTuple):
 
 
 async def extend_chain(
-    tx: Tx, run_id: str | None, session: int | None, fresh: str, limits: ChainLimits
+    tx: Tx, run_id: str | None, session: int | None, new_chain: str, limits: ChainLimits
 ) -> ChainLink:
-    """Return the link after a run of this session; the first link of the chain `fresh` if no such run is active.
+    """Return the link after a run of this session; the first link of the chain `new_chain` if no such run is active.
 
     Raises:
         ChainTooLong: the link would exceed the limit of hops or runs.
     """
     row = await load_active_run(tx, run_id, session)
     if row is None:
-        return ChainLink(fresh, 1)
-    chain, hop = row["chain"] or fresh, row["hop"] + 1
+        return ChainLink(new_chain, 1)
+    chain, hop = row["chain"] or new_chain, row["hop"] + 1
     if hop > limits.hops:
         raise ChainTooLong(
             f"This chain of messages between sessions is at its limit of {limits.hops} hops.",
@@ -85,12 +85,12 @@ async def record_wait(
     target: int,
     until: int,
     now: int,
-    shown: Callable[[Row], str] = _hide_session,
+    describe: Callable[[Row], str] = _hide_session,
 ) -> None:
     """Record that a run waits for a run of another session.
 
-    `shown` returns the text for a session between the two ends of a cycle, which the caller may not be allowed to see.
-    Its argument is a row as `sessions.find` returns it, with `descendant` relative to the waiting session.
+    `describe` returns the text for a session between the two ends of a cycle, which may be hidden from the caller. Its
+    argument is a row as `session_rows.find_session` returns it, with `descendant` relative to the waiting session.
 
     Raises:
         WaitCycle: the other session waits, directly or indirectly, for this one.
@@ -98,7 +98,7 @@ async def record_wait(
     await tx.lock(f"waits:{session}")
     path = await _find_wait_path(tx, target, session, now)
     if path is not None:
-        path = await _describe_path(tx, path, shown)
+        path = await _describe_path(tx, path, describe)
         raise WaitCycle(
             f"Waiting would close a circle: {' waits for '.join(map(repr, path))}.",
             "Send with timeoutSeconds 0, or answer first.",
@@ -112,24 +112,24 @@ async def delete_expired_waits(tx: Tx, now: int) -> None:
     await tx.do(SQL.delete_expired_waits, now=now)
 
 
-async def _describe_path(tx: Tx, path: list[str], shown: Callable[[Row], str]) -> list[str]:
+async def _describe_path(tx: Tx, path: list[str], describe: Callable[[Row], str]) -> list[str]:
     first, *between, own = path
     rows = [await tx.one(SESSIONS_SQL.by_key, key=key, viewer=own) for key in between]
-    return [first, *(shown(row) if row else HIDDEN_SESSION_TEXT for row in rows), own]
+    return [first, *(describe(row) if row else HIDDEN_SESSION_TEXT for row in rows), own]
 
 
 async def _find_wait_path(tx: Tx, start: int, goal: int, now: int) -> list[str] | None:
     """Return the keys along a path of waits between two sessions, both included; None if no path exists."""
     first = await tx.one(SESSIONS_SQL.key_by_id, id=start)
-    ways: dict[int, list[str]] = {start: [first["key"]] if first else []}
+    paths: dict[int, list[str]] = {start: [first["key"]] if first else []}
     queue = [start]
-    for at in queue:
-        await tx.lock(f"waits:{at}")  # two concurrent waits could otherwise close a cycle unseen
-        for row in await tx.all(SQL.active_waits, session=at, now=now):
-            way = [*ways[at], row["key"]]
+    for session in queue:
+        await tx.lock(f"waits:{session}")  # two concurrent waits could otherwise close a cycle unseen
+        for row in await tx.all(SQL.active_waits, session=session, now=now):
+            path_here = [*paths[session], row["key"]]
             if row["target"] == goal:
-                return way
-            if row["target"] not in ways and len(ways) < MAX_SESSIONS_SEARCHED:
-                ways[row["target"]] = way
+                return path_here
+            if row["target"] not in paths and len(paths) < MAX_SESSIONS_SEARCHED:
+                paths[row["target"]] = path_here
                 queue.append(row["target"])
     return None

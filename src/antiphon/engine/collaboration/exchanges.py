@@ -210,11 +210,11 @@ async def settle_stuck_exchanges(tx: Tx, now: int) -> Effects:
     return NO_EFFECTS
 
 
-async def _queue_reply(tx: Tx, exchange: Row, said: str, now: int) -> Effects:
+async def _queue_reply(tx: Tx, exchange: Row, reply: str, now: int) -> Effects:
     """Queue the other side's turn to answer; after the last turn, the announcement."""
     turn = exchange["turn"] + 1
     if turn > exchange["turns"] or exchange["requester"] is None:
-        return await _queue_announce(tx, exchange, said, now)
+        return await _queue_announce(tx, exchange, reply, now)
     by_target = turn % 2 == 0
     run_id = f"turn:{exchange['id']}:{turn}"
     side = "target" if by_target else "requester"
@@ -227,7 +227,7 @@ async def _queue_reply(tx: Tx, exchange: Row, said: str, now: int) -> Effects:
         session_key=exchange[f"{side}_key"],
         origin=REPLY_BACK_ORIGIN,
         message=UserMessage(
-            content=said, timestamp=now, provenance=_build_provenance(exchange, by_target=not by_target)
+            content=reply, timestamp=now, provenance=_build_provenance(exchange, by_target=not by_target)
         ),
         instructions=context,
         exchange=exchange["n"],
@@ -239,17 +239,17 @@ async def _queue_reply(tx: Tx, exchange: Row, said: str, now: int) -> Effects:
     )
     accepted = await run_queue.submit_follow_up(tx, submission, now)
     if accepted is None:
-        return await _queue_announce(tx, exchange, said, now)
-    await tx.do(SQL.advance, n=exchange["n"], phase="reply", current=run_id, turn=turn, reply=said)
+        return await _queue_announce(tx, exchange, reply, now)
+    await tx.do(SQL.advance, n=exchange["n"], phase="reply", current=run_id, turn=turn, reply=reply)
     return Effects.queue(accepted)
 
 
-async def _queue_announce(tx: Tx, exchange: Row, said: str | None, now: int) -> Effects:
+async def _queue_announce(tx: Tx, exchange: Row, reply: str | None, now: int) -> Effects:
     """Queue the run in which the target words the announcement for its chat."""
     if exchange["announce"] == "none":
-        return await _settle_exchange(tx, exchange, "none", now, said)
+        return await _settle_exchange(tx, exchange, "none", now, reply)
     run_id = f"announce:{exchange['id']}"
-    first, latest = exchange["first_reply"] or said, said or exchange["latest_reply"]
+    first, latest = exchange["first_reply"] or reply, reply or exchange["latest_reply"]
     submission = Submission(
         run_id=run_id,
         session=exchange["target"],
@@ -267,39 +267,39 @@ async def _queue_announce(tx: Tx, exchange: Row, said: str | None, now: int) -> 
     )
     accepted = await run_queue.submit_follow_up(tx, submission, now)
     if accepted is None:
-        return await _settle_exchange(tx, exchange, "target_gone", now, said)
+        return await _settle_exchange(tx, exchange, "target_gone", now, reply)
     await tx.do(
-        SQL.advance, n=exchange["n"], phase="announce", current=run_id, turn=exchange["turn"], reply=said
+        SQL.advance, n=exchange["n"], phase="announce", current=run_id, turn=exchange["turn"], reply=reply
     )
     return Effects.queue(accepted)
 
 
 async def _finish_announce(tx: Tx, exchange: Row, step: CompletedStep, now: int) -> Effects:
-    said = step.usable_reply
-    if said is None:
+    reply = step.usable_reply
+    if reply is None:
         return await _settle_exchange(
             tx, exchange, "silent" if step.state in {"ok", "incomplete"} else "failed", now
         )
-    if sanitize.is_silence(said):
+    if sanitize.is_silence(reply):
         return await _settle_exchange(tx, exchange, "skipped", now)
-    parcel = NewDelivery(
+    delivery = NewDelivery(
         key=f"exchange:{exchange['id']}",
         kind="announce",
         session=exchange["target"],
         session_key=exchange["target_key"],
         destination=delivery_rows.decode_destination(exchange["destination"]),
-        body=said.strip(),
+        body=reply.strip(),
         entry_run=step.run_id,
         exchange=exchange["n"],
     )
-    await delivery_rows.enqueue_delivery(tx, parcel, now)
+    await delivery_rows.enqueue_delivery(tx, delivery, now)
     return await _settle_exchange(tx, exchange, "pending", now) + DELIVERY_POSTED
 
 
 async def _settle_exchange(
-    tx: Tx, exchange: Row, announced: str, now: int, said: str | None = None
+    tx: Tx, exchange: Row, announced: str, now: int, reply: str | None = None
 ) -> Effects:
-    await tx.do(SQL.settle, n=exchange["n"], announced=announced, reply=said, now=now)
+    await tx.do(SQL.settle, n=exchange["n"], announced=announced, reply=reply, now=now)
     return NO_EFFECTS
 
 

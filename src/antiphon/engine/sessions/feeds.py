@@ -37,47 +37,49 @@ async def follow_session(
 
     Ends when the session is deleted; that is the last event.
     """
-    place = _FeedPosition(session["id"], session["key"], session["transcript"], session["session_id"], after)
+    position = _FeedPosition(
+        session["id"], session["key"], session["transcript"], session["session_id"], after
+    )
     async with bus.listen(topic) as events:
-        async for appended in _read_missed(store, place):
+        async for appended in _read_missed(store, position):
             yield appended
-        while not place.gone:
+        while not position.gone:
             event = await events.get(IDLE_REREAD_SECONDS)
-            if event is None or isinstance(event, Gap) or _requires_reread(event, place):
-                async for appended in _read_missed(store, place):
+            if event is None or isinstance(event, Gap) or _requires_reread(event, position):
+                async for appended in _read_missed(store, position):
                     yield appended
             elif isinstance(event, MessageAppended):
-                if event.session_id == place.session_id and event.seq == place.seq + 1:
-                    place.seq = event.seq
+                if event.session_id == position.session_id and event.seq == position.seq + 1:
+                    position.seq = event.seq
                     yield event
             else:
                 yield event
 
 
-def _requires_reread(event: Event, place: _FeedPosition) -> bool:
+def _requires_reread(event: Event, position: _FeedPosition) -> bool:
     """Whether an event shows that earlier entries were missed, or that the transcript has ended."""
     if isinstance(event, SessionChanged):
         return event.reason in {"renewed", "delete"}
     if not isinstance(event, MessageAppended):
         return False
-    return event.session_id != place.session_id or event.seq > place.seq + 1
+    return event.session_id != position.session_id or event.seq > position.seq + 1
 
 
-async def _read_missed(store: Store, place: _FeedPosition) -> AsyncGenerator[Event]:
+async def _read_missed(store: Store, position: _FeedPosition) -> AsyncGenerator[Event]:
     while True:
-        current, page = await store.read(_read_snapshot, place.session, place.transcript, place.seq)
+        current, page = await store.read(_read_snapshot, position.session, position.transcript, position.seq)
         for entry in page.entries:
-            place.seq = entry.seq
-            yield _build_appended_event(place, entry)
+            position.seq = entry.seq
+            yield _build_appended_event(position, entry)
         if page.has_more:
             continue
         if current is None:
-            place.gone = True
-            yield SessionChanged(session_key=place.key, reason="delete")
+            position.gone = True
+            yield SessionChanged(session_key=position.key, reason="delete")
             return
-        if current["transcript"] == place.transcript:
+        if current["transcript"] == position.transcript:
             return
-        yield _switch_transcript(place, current)
+        yield _switch_transcript(position, current)
 
 
 async def _read_snapshot(tx: Tx, session: int, transcript: int, seq: int) -> tuple[Row | None, Page]:
@@ -86,18 +88,20 @@ async def _read_snapshot(tx: Tx, session: int, transcript: int, seq: int) -> tup
     return await tx.one(session_rows.SQL.by_id, id=session), page
 
 
-def _switch_transcript(place: _FeedPosition, current: Row) -> SessionChanged:
+def _switch_transcript(position: _FeedPosition, current: Row) -> SessionChanged:
     """Move the feed to the session's new transcript. Entries of a restored one were yielded earlier."""
-    restored = current["transcript"] < place.transcript
-    place.transcript, place.session_id = current["transcript"], current["session_id"]
-    place.seq = current["last_seq"] if restored else 0
-    return SessionChanged(session_key=place.key, reason="renewed", session_id=place.session_id, seq=place.seq)
+    restored = current["transcript"] < position.transcript
+    position.transcript, position.session_id = current["transcript"], current["session_id"]
+    position.seq = current["last_seq"] if restored else 0
+    return SessionChanged(
+        session_key=position.key, reason="renewed", session_id=position.session_id, seq=position.seq
+    )
 
 
-def _build_appended_event(place: _FeedPosition, entry: Entry) -> MessageAppended:
+def _build_appended_event(position: _FeedPosition, entry: Entry) -> MessageAppended:
     return MessageAppended(
-        session_key=place.key,
-        session_id=place.session_id,
+        session_key=position.key,
+        session_id=position.session_id,
         seq=entry.seq,
         entry=entry.id,
         body=entry.body,

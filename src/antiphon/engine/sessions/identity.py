@@ -26,9 +26,9 @@ class SessionIdentity(NamedTuple):
 
 
 class SessionIdentityResolver:
-    def __init__(self, config: Config, door: SessionResolver, toolbox: Toolbox) -> None:
+    def __init__(self, config: Config, resolver: SessionResolver, toolbox: Toolbox) -> None:
         self._config = config
-        self._session_resolver = door
+        self._session_resolver = resolver
         self._toolbox = toolbox
         self._permission_resolver = SubagentPermissionResolver(config, toolbox)
         self._rules: dict[str, ToolRules] = {}
@@ -41,14 +41,14 @@ class SessionIdentityResolver:
 
         The configuration may require a sandbox that the row does not have yet.
         """
-        within = self._permission_resolver.resolve(agent_id, session_key, envelope)
-        inside = sandboxed or self._session_resolver.is_sandboxed(agent_id, keys.parse(session_key))
-        cap = within.cap if within else None
-        caller = Caller.agent(agent_id, session_key, sandboxed=inside, cap=cap)
+        permissions = self._permission_resolver.resolve(agent_id, session_key, envelope)
+        is_sandboxed = sandboxed or self._session_resolver.is_sandboxed(agent_id, keys.parse(session_key))
+        cap = permissions.cap if permissions else None
+        caller = Caller.agent(agent_id, session_key, sandboxed=is_sandboxed, cap=cap)
         if agent_id not in self._rules:
             self._rules[agent_id] = self._config.get_agent(agent_id).tools
         rules = self._rules[agent_id]
         tools = self._toolbox.select_for_agent(agent_id, rules.allow, rules.deny)
-        if within is not None:
-            tools = {name: tool for name, tool in tools.items() if name in within.tools}
+        if permissions is not None:
+            tools = {name: tool for name, tool in tools.items() if name in permissions.tools}
         return SessionIdentity(caller, tools)

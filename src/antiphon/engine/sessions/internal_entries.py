@@ -34,13 +34,13 @@ def is_internal_entry(role: str, body: str) -> bool:
     if role not in {"user", "assistant"} or ("_" not in body and "\\u" not in body and body.isascii()):
         return False
     try:
-        said = _entry_body_decoder.decode(body)
+        entry = _entry_body_decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError):
         return False
     if role == "user":
-        kind = _get_provenance_kind(said.provenance)
-        return kind == ANNOUNCE_STEP_KIND or (kind is not None and _is_silence(said.content))
-    return _is_silence(said.content)
+        kind = _get_provenance_kind(entry.provenance)
+        return kind == ANNOUNCE_STEP_KIND or (kind is not None and _is_silence(entry.content))
+    return _is_silence(entry.content)
 
 
 def _get_provenance_kind(provenance: object) -> object:

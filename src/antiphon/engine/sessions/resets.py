@@ -52,13 +52,13 @@ class ResetRules(msgspec.Struct, frozen=True):
 def build_reset_rules(session: SessionConfig) -> ResetRules | None:
     """Build the configured rules; None if the configuration has none."""
     types = session.reset_by_type
-    said: dict[ChatType, ResetConfig | None] = {
+    configured: dict[ChatType, ResetConfig | None] = {
         "direct": types.direct or types.dm,
         "group": types.group,
         "thread": types.thread,
     }
     by_type: dict[ChatType, ResetRule] = {
-        kind: rule for kind, own in said.items() if (rule := _build_type_rule(session, own))
+        kind: rule for kind, own in configured.items() if (rule := _build_type_rule(session, own))
     }
     by_channel = {name.lower(): _build_rule(own, None) for name, own in session.reset_by_channel.items()}
     return ResetRules(by_type, by_channel) if by_type or by_channel else None

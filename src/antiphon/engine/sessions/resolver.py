@@ -153,13 +153,13 @@ class SessionResolver:
         mode = self._config.get_agent(agent_id).sandbox.mode
         return mode == "all" or (mode == "non-main" and key.kind != "main")
 
-    def can_send(self, row: Row, said_on: str | None = None) -> bool:
+    def can_send(self, row: Row, message_channel: str | None = None) -> bool:
         """Whether the send policy allows messages to this session, regardless of the sender's permissions.
 
-        `said_on` is the channel that a message came from. It counts only if the session has no channel on record; a
-        main session without either is on the web chat.
+        `message_channel` is the channel that a message came from. It counts only if the session has no channel on
+        record; a main session without either is on the web chat.
         """
-        channel = row["channel"] or row["last_channel"] or said_on
+        channel = row["channel"] or row["last_channel"] or message_channel
         if channel is None and keys.parse(row["key"]).kind == "main":
             channel = WEBCHAT_CHANNEL
         return self._is_allowed_by_policy(row["key"], channel, row)
@@ -178,8 +178,8 @@ class SessionResolver:
         )
         return decision != "deny"
 
-    def check_send(self, row: Row, said_on: str | None = None) -> None:
-        if not self.can_send(row, said_on):
+    def check_send(self, row: Row, message_channel: str | None = None) -> None:
+        if not self.can_send(row, message_channel):
             raise SendBlocked(
                 f"send blocked by session policy: nothing may be sent to {row['key']!r}.",
                 "Change session.sendPolicy, or the session's own sendPolicy.",

@@ -40,45 +40,45 @@ class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     delete_archived_after_days: float | None = None
 
 
-async def apply_retention(store: Store, keep: RetentionPolicy, now: int) -> list[str]:
+async def apply_retention(store: Store, policy: RetentionPolicy, now: int) -> list[str]:
     """Apply a policy to all sessions. Returns the keys of the sessions archived or deleted."""
-    touched: list[str] = []
+    changed: list[str] = []
     for kind in SESSION_KINDS:
-        if keep.archive_after_days is not None:
-            touched += await _run_in_batches(
+        if policy.archive_after_days is not None:
+            changed += await _run_in_batches(
                 store,
                 _archive_stale_sessions,
                 kind,
-                now - round(keep.archive_after_days * MILLISECONDS_PER_DAY),
+                now - round(policy.archive_after_days * MILLISECONDS_PER_DAY),
                 now,
             )
-        if keep.delete_archived_after_days is not None:
-            touched += await _run_in_batches(
+        if policy.delete_archived_after_days is not None:
+            changed += await _run_in_batches(
                 store,
                 _delete_expired_sessions,
                 kind,
-                now - round(keep.delete_archived_after_days * MILLISECONDS_PER_DAY),
+                now - round(policy.delete_archived_after_days * MILLISECONDS_PER_DAY),
                 now,
             )
-    if keep.delete_archived_after_days is not None:
+    if policy.delete_archived_after_days is not None:
         for query in OLD_RECORD_QUERIES:
             await store.tx(
                 _delete_old_records,
                 query,
-                now - round(keep.delete_archived_after_days * MILLISECONDS_PER_DAY),
+                now - round(policy.delete_archived_after_days * MILLISECONDS_PER_DAY),
             )
-    return touched
+    return changed
 
 
 async def _run_in_batches(
     store: Store, script: RetentionScript, kind: str, before: int, now: int
 ) -> list[str]:
-    touched: list[str] = []
+    changed: list[str] = []
     while True:
         batch = await store.tx(script, kind, before, now)
-        touched += batch
+        changed += batch
         if len(batch) < MAX_SESSIONS_PER_TRANSACTION:
-            return touched
+            return changed
 
 
 async def _archive_stale_sessions(tx: Tx, kind: str, before: int, now: int) -> list[str]:

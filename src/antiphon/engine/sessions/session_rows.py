@@ -93,40 +93,40 @@ async def list_by_label(tx: Tx, label: str, viewer: str | None) -> list[Row]:
     return await tx.all(SQL.by_label, label=label, viewer=viewer)
 
 
-async def create_session(tx: Tx, key: SessionKey, now: int, birth: NewSession | None = None) -> Row:
-    birth = birth or NewSession()
-    session_id = birth.session_id or str(uuid.uuid4())
-    parent = await tx.one(SQL.by_id, id=birth.parent) if birth.parent is not None else None
+async def create_session(tx: Tx, key: SessionKey, now: int, properties: NewSession | None = None) -> Row:
+    properties = properties or NewSession()
+    session_id = properties.session_id or str(uuid.uuid4())
+    parent = await tx.one(SQL.by_id, id=properties.parent) if properties.parent is not None else None
     # Also true if it was not spawned here: it was imported, or an operator wrote to the key.
     subagent = key.shape == "subagent"
-    transcript = await _insert_transcript(tx, session_id, str(key), birth.reason, now)
+    transcript = await _insert_transcript(tx, session_id, str(key), properties.reason, now)
     row = await tx.one(
         SQL.insert,
         key=str(key),
         session_id=session_id,
         transcript=transcript,
-        agent_id=key.agent_id or birth.agent_id,
+        agent_id=key.agent_id or properties.agent_id,
         kind=key.kind,
         chat_type=key.chat_type,
         channel=key.channel,
-        label=birth.label,
-        display_name=birth.display_name,
+        label=properties.label,
+        display_name=properties.display_name,
         spawned_by=parent["id"] if parent else None,
         parent_key=parent["key"] if parent else None,
         root_key=(parent["root_key"] or parent["key"]) if parent else None,
         depth=parent["depth"] + 1 if parent else int(subagent),
-        role=birth.role or ("leaf" if subagent else None),
-        sandboxed=int(birth.sandboxed),
-        envelope=birth.envelope,
-        model=birth.model,
-        thinking=birth.thinking,
+        role=properties.role or ("leaf" if subagent else None),
+        sandboxed=int(properties.sandboxed),
+        envelope=properties.envelope,
+        model=properties.model,
+        thinking=properties.thinking,
         now=now,
     )
     assert row is not None
     if parent:
         await _link_child(tx, row["id"], parent["id"])
     await index_session_names(
-        tx, row["id"], key.id, key.thread and key.thread.id, birth.label, birth.display_name
+        tx, row["id"], key.id, key.thread and key.thread.id, properties.label, properties.display_name
     )
     return row
 
@@ -138,15 +138,15 @@ async def _link_child(tx: Tx, child: int, parent: int) -> None:
 
 async def attach_to_parent(tx: Tx, session: int, parent: int) -> None:
     """Make a session without parent and children the child of another session."""
-    above = await tx.one(SQL.by_id, id=parent)
-    assert above is not None
+    parent_row = await tx.one(SQL.by_id, id=parent)
+    assert parent_row is not None
     await tx.do(
         SQL.set_parent,
         id=session,
         parent=parent,
-        parent_key=above["key"],
-        root_key=above["root_key"] or above["key"],
-        depth=above["depth"] + 1,
+        parent_key=parent_row["key"],
+        root_key=parent_row["root_key"] or parent_row["key"],
+        depth=parent_row["depth"] + 1,
     )
     await _link_child(tx, session, parent)
 
@@ -207,9 +207,11 @@ def make_label_conflict(label: Param) -> Conflict:
 
 async def append_note(tx: Tx, session: int, message: Message, now: int) -> Entry:
     """Append an entry that belongs to no run."""
-    place = await tx.one(SQL.reserve_seq_unfenced, id=session, count=1, now=now)
-    assert place is not None
-    (entry,) = await transcripts.append(tx, place["transcript"], place["last_seq"], None, [message], now)
+    reserved = await tx.one(SQL.reserve_seq_unfenced, id=session, count=1, now=now)
+    assert reserved is not None
+    (entry,) = await transcripts.append(
+        tx, reserved["transcript"], reserved["last_seq"], None, [message], now
+    )
     return entry
 
 
