@@ -121,7 +121,7 @@ async def test_a_stopping_replica_finishes_runs_that_are_nearly_done(
         assert await owner.leave() == 0
         (run,) = await replica_set.look("SELECT state FROM runs WHERE id = 'run'")
         assert run["state"] == "ok"
-        assert not any("is carried on" in replica.read_log() for replica in replica_set.replicas)
+        assert not any("is resumed" in replica.read_log() for replica in replica_set.replicas)
         told_once(replica_set)
 
 

@@ -80,7 +80,7 @@ def bus() -> Heard:
 
 @pytest.fixture
 def stream(time: Time, bus: Heard) -> DeltaStream:
-    return DeltaStream(bus, TOPIC, "agent:main:main", "run", quiet=False, gated=False)
+    return DeltaStream(bus, TOPIC, "agent:main:main", "run", quiet=False, sanitized=False)
 
 
 def test_pieces_are_gathered_for_forty_to_sixty_milliseconds(

@@ -291,7 +291,7 @@ class ReplicaSet:
     def count(self) -> None:
         log = "".join(replica.read_log() for replica in self.replicas)
         self.tally["runs"] = len(self.rows("SELECT n FROM runs"))
-        self.tally["taken up"] = log.count("is carried on where it was interrupted")
+        self.tally["taken up"] = log.count("is resumed where it was interrupted")
         self.tally["fenced"] = log.count("was taken over")
 
 

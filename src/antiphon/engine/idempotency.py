@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 class IdempotentCommand(msgspec.Struct, frozen=True):
-    """A request and its idempotency key. `asked` identifies the request; without a key it is always new."""
+    """A request and its idempotency key. `request` identifies what is requested; without a key it is always new."""
 
     key: str | None
-    asked: tuple[Any, ...]
+    request: tuple[Any, ...]
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(msgspec.json.encode(self.asked)).hexdigest()[:32]
+        return hashlib.sha256(msgspec.json.encode(self.request)).hexdigest()[:32]
 
 
 async def load_recorded_answer(tx: Tx, command: IdempotentCommand, kind: type[T]) -> T | None:
@@ -39,16 +39,16 @@ async def load_recorded_answer(tx: Tx, command: IdempotentCommand, kind: type[T]
     """
     if command.key is None:
         return None
-    before = await tx.one(SQL.find_by_id, id=command.key)
-    if before is None:
+    recorded = await tx.one(SQL.find_by_id, id=command.key)
+    if recorded is None:
         return None
-    if before["digest"] != command.digest:
+    if recorded["digest"] != command.digest:
         raise Conflict(
-            f"The idempotency key {command.key!r} was already used for something else.",
+            f"The idempotency key {command.key!r} was already used for another request.",
             "Use a new key for a new request.",
             field="idempotencyKey",
         )
-    return msgspec.json.decode(before["answer"], type=kind)
+    return msgspec.json.decode(recorded["answer"], type=kind)
 
 
 async def record_answer(tx: Tx, command: IdempotentCommand, answer: Any, now: int) -> None:

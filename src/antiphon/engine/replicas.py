@@ -45,10 +45,10 @@ async def renew_lease(
 
 async def delete_expired_replicas(tx: Tx, now: int) -> int:
     """Delete expired replicas whose runs have all been taken over. Returns their number."""
-    gone = await tx.all(SQL.expired_without_runs, now=now)
-    for row in gone:
+    expired = await tx.all(SQL.expired_without_runs, now=now)
+    for row in expired:
         await tx.do(SQL.delete, id=row["id"])
-    return len(gone)
+    return len(expired)
 
 
 async def release_lease(tx: Tx, owner: str) -> None:

@@ -195,7 +195,7 @@ class Worker:
         self._on_entries(claim, claim.entries)
         if claim.resumed:
             log.warning(
-                "Run %r is carried on where it was interrupted", claim.run_id, extra=_build_log_fields(claim)
+                "Run %r is resumed where it was interrupted", claim.run_id, extra=_build_log_fields(claim)
             )
         try:
             with start_span(
@@ -248,7 +248,7 @@ class Worker:
             claim.session_key,
             claim.run_id,
             quiet=claim.origin in QUIET_ORIGINS,
-            gated=claim.origin in SANITIZED_ORIGINS,
+            sanitized=claim.origin in SANITIZED_ORIGINS,
         )
         setup = await self._load_run_setup(claim)
         return RunLoop(

@@ -21,7 +21,7 @@ from antiphon import access, keys
 from antiphon.access import Caller
 from antiphon.config import Config
 from antiphon.engine import validation
-from antiphon.engine.runs.run_loop import run_with_cancel_grace
+from antiphon.engine.runs.tool_invocation import run_with_cancel_grace
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
 from antiphon.errors import AntiphonError, InvalidInput, NotFound, StoreError
 from antiphon.gateway.http.responses import ErrorInfo, ErrorResponse, build_json_response, read_json

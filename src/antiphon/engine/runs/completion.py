@@ -39,6 +39,7 @@ async def load_reply_target(tx: Tx, run_id: str | None) -> ReplyTarget | None:
 
 
 async def complete_step(tx: Tx, step: CompletedStep, now: int) -> Effects:
+    """Pass on the outcome of a run that belongs to an exchange, a task or a chat that waits for its reply."""
     effects, answer = NO_EFFECTS, step
     if step.yielded and not await yields.finish_yielded_run(tx, step.run_id):
         # It was stopped after it yielded: no run will answer for it.
@@ -52,20 +53,20 @@ async def complete_step(tx: Tx, step: CompletedStep, now: int) -> Effects:
 
 async def _pass_on_outcome(tx: Tx, step: CompletedStep, now: int) -> Effects:
     """Pass the outcome of a run to its exchange and reply target, and to those of the runs it answers for."""
-    effects, addressees = NO_EFFECTS, set[str]()
+    effects, answered_targets = NO_EFFECTS, set[str]()
     answered: list[Row] = (
         await yields.take_answered_runs(tx, step.run_id) if step.origin == WAKE_ORIGIN else []
     )
-    parts = [(step.run_id, step.exchange, step.target)]
-    parts += [(run["id"], run["exchange"], run["target"]) for run in answered]
-    for asked, exchange, target in parts:
+    requests = [(step.run_id, step.exchange, step.target)]
+    requests += [(run["id"], run["exchange"], run["target"]) for run in answered]
+    for requesting_run, exchange, target in requests:
         if exchange is not None:
             effects += await exchanges.advance_exchange(
                 tx, msgspec.structs.replace(step, exchange=exchange), now
             )
-        if target is not None and step.usable_reply is not None and target not in addressees:
-            addressees.add(target)
-            effects += await _post_reply(tx, step, asked, target, now)
+        if target is not None and step.usable_reply is not None and target not in answered_targets:
+            answered_targets.add(target)
+            effects += await _post_reply(tx, step, requesting_run, target, now)
     return effects
 
 
@@ -75,35 +76,35 @@ async def stop_waiting(tx: Tx, session: int, now: int) -> None:
         await exchanges.abandon_exchange(tx, exchange, run_id, now)
 
 
-async def _post_reply(tx: Tx, step: CompletedStep, asked: str, target: str, now: int) -> Effects:
+async def _post_reply(tx: Tx, step: CompletedStep, requesting_run: str, target: str, now: int) -> Effects:
     """Post the reply to the chat named by `target`, and add it to that session's transcript.
 
-    `asked` is the run that named the chat: the one that answers, or one that it was woken for.
+    `requesting_run` is the run that named the chat: the one that answers, or one that it was woken for.
     """
-    addressee = msgspec.json.decode(target, type=ReplyTarget)
-    said = step.usable_reply or ""
-    body = sanitize.sanitize_for_agents(said)  # the outbox sanitizes it for people
-    if sanitize.is_skip(said, sanitize.NO_REPLY) or not body:
+    reply_target = msgspec.json.decode(target, type=ReplyTarget)
+    reply = step.usable_reply or ""
+    body = sanitize.sanitize_for_agents(reply)  # the outbox sanitizes it for people
+    if sanitize.is_skip(reply, sanitize.NO_REPLY) or not body:
         return NO_EFFECTS
     effects, entry_run = NO_EFFECTS, step.run_id
-    if addressee.session != step.session:
-        note = _build_reply_note(step, asked, addressee, body, now)
+    if reply_target.session != step.session:
+        note = _build_reply_note(step, requesting_run, reply_target, body, now)
         effects, entry_run = Effects.queue(await run_queue.submit_follow_up(tx, note, now)), note.run_id
-    parcel = NewDelivery(
-        key=f"run:{asked}",
+    delivery = NewDelivery(
+        key=f"run:{requesting_run}",
         kind="reply",
-        session=addressee.session,
-        session_key=addressee.session_key,
-        destination=addressee.destination,
+        session=reply_target.session,
+        session_key=reply_target.session_key,
+        destination=reply_target.destination,
         body=body,
         entry_run=entry_run,
     )
-    await delivery_rows.enqueue_delivery(tx, parcel, now)
+    await delivery_rows.enqueue_delivery(tx, delivery, now)
     return effects + DELIVERY_POSTED
 
 
 def _build_reply_note(
-    step: CompletedStep, asked: str, addressee: ReplyTarget, body: str, now: int
+    step: CompletedStep, requesting_run: str, reply_target: ReplyTarget, body: str, now: int
 ) -> Submission:
     """Build the note that adds a reply to the transcript of another session."""
     message = AssistantMessage(
@@ -115,9 +116,9 @@ def _build_reply_note(
         provenance=Provenance(kind=step.origin, source_session_key=keys.display_full_key(step.session_key)),
     )
     return Submission(
-        run_id=f"note:{asked}",
-        session=addressee.session,
-        session_key=addressee.session_key,
+        run_id=f"note:{requesting_run}",
+        session=reply_target.session,
+        session_key=reply_target.session_key,
         origin=NOTE_ORIGIN,
         message=message,
     )

@@ -91,19 +91,19 @@ async def load(tx: Tx, transcript: int, question: int, window: int | None) -> Mo
     found, first = await _load_tail(
         tx, transcript, since, UNBOUNDED_WINDOW_TOKENS if window is None else 2 * window
     )
-    asked: list[NumberedMessage] = []
+    question_entry: list[NumberedMessage] = []
     if first > question >= since:
         rows = await tx.all(SQL.tail, transcript=transcript, since=question, before=question + 1, limit=1)
-        asked = _decode_rows(rows)
+        question_entry = _decode_rows(rows)
     context = ModelContext()
     if first > since:
         seq, earlier = head or (0, None)
-        count = _count_left_out(earlier) + first - since - len(asked)
+        count = _count_left_out(earlier) + first - since - len(question_entry)
         context.add(seq, build_left_out_notice(count, earlier, first, now=0))
     elif head:
         context.add(*head)
     before: NumberedMessage | None = None
-    for entry in (*asked, *found):
+    for entry in (*question_entry, *found):
         if before is not None and _lacks_answer(before, entry):
             silent = AssistantMessage(
                 content=[TextBlock(text=SILENT_TURN_TEXT)],
@@ -191,29 +191,31 @@ def build_left_out_notice(
 
 def repair_messages(messages: Iterable[Message]) -> list[Message]:
     """Return the entries as a valid conversation, as defined in the module docstring."""
-    mended: list[Message] = []
+    repaired: list[Message] = []
     waiting: dict[str, ToolCall] = {}
-    moment = 0
+    timestamp = 0
     for message in messages:
-        moment = message.timestamp
+        timestamp = message.timestamp
         if isinstance(message, ToolResult):
             if waiting.pop(message.tool_call_id, None):
-                mended.append(message)
+                repaired.append(message)
             continue
-        mended += _build_interrupted_results(waiting, moment)
+        repaired += _build_interrupted_results(waiting, timestamp)
         waiting = {}
         if isinstance(message, AssistantMessage):
             if message.provenance is not None and not message.text:
                 continue
             message = _drop_repeated_calls(_mark_if_incomplete(message))  # noqa: PLW2901
             waiting = {call.id: call for call in message.tool_calls}
-        mended.append(message)
-    mended += _build_interrupted_results(waiting, moment)
+        repaired.append(message)
+    repaired += _build_interrupted_results(waiting, timestamp)
     # A bounded tail may begin in the middle of a turn; providers require a question first.
-    first = next((at for at, message in enumerate(mended) if _can_begin(message) or _is_note(message)), None)
+    first = next(
+        (at for at, message in enumerate(repaired) if _can_begin(message) or _is_note(message)), None
+    )
     if first is None:
         return []
-    return [_convert_to_record(mended[first]), *mended[first + 1 :]]
+    return [_convert_to_record(repaired[first]), *repaired[first + 1 :]]
 
 
 def _can_begin(message: Message) -> bool:
@@ -248,8 +250,8 @@ def _convert_to_record(message: Message) -> Message:
     )
 
 
-def _build_interrupted_results(waiting: dict[str, ToolCall], moment: int) -> list[ToolResult]:
-    return [build_interrupted_result(call, moment) for call in waiting.values()]
+def _build_interrupted_results(waiting: dict[str, ToolCall], timestamp: int) -> list[ToolResult]:
+    return [build_interrupted_result(call, timestamp) for call in waiting.values()]
 
 
 def _is_question(message: Message) -> bool:
@@ -261,8 +263,8 @@ def _mark_if_incomplete(message: AssistantMessage) -> AssistantMessage:
     note = _find_incomplete_text(message)
     if note is None:
         return message
-    said = [block for block in message.content if isinstance(block, TextBlock) and block.text.strip()]
-    content = [*said, TextBlock(text=note)]
+    texts = [block for block in message.content if isinstance(block, TextBlock) and block.text.strip()]
+    content = [*texts, TextBlock(text=note)]
     return msgspec.structs.replace(message, content=content, stop_reason="stop", error_message=None)
 
 
@@ -352,22 +354,24 @@ def find_cut_index(context: ModelContext, keep_tokens: int) -> int:
     separated from its result.
     """
     whole = context.tokens
-    most = min(keep_tokens, whole // 4)
-    weight = kept = best = 0
+    max_kept_tokens = min(keep_tokens, whole // 4)
+    tail_tokens = kept_tokens = best = 0
     for index in range(len(context.messages) - 1, 0, -1):
         message = context.messages[index]
-        weight += estimate_tokens(message)
-        if best and weight > most:
+        tail_tokens += estimate_tokens(message)
+        if best and tail_tokens > max_kept_tokens:
             break
         if not isinstance(message, ToolResult):
-            best, kept = index, weight
-    return best if whole - kept >= max(MIN_CUT_TOKENS, whole // 8) else 0
+            best, kept_tokens = index, tail_tokens
+    return best if whole - kept_tokens >= max(MIN_CUT_TOKENS, whole // 8) else 0
 
 
 def truncate_summary(summary: str, messages: Sequence[Message]) -> str:
     """Truncate a summary to at most half the tokens of its messages, so that it makes room."""
-    most = (sum(map(estimate_tokens, messages)) // 2 - MESSAGE_OVERHEAD_TOKENS) * CHARACTERS_PER_TOKEN
-    return summary if len(summary) <= most else summary[: most - 1] + "…"
+    max_characters = (
+        sum(map(estimate_tokens, messages)) // 2 - MESSAGE_OVERHEAD_TOKENS
+    ) * CHARACTERS_PER_TOKEN
+    return summary if len(summary) <= max_characters else summary[: max_characters - 1] + "…"
 
 
 def clip_messages(messages: Sequence[Message], tokens: int) -> list[Message]:
@@ -377,10 +381,10 @@ def clip_messages(messages: Sequence[Message], tokens: int) -> list[Message]:
 
 
 def _clip_message(message: Message, characters: int) -> Message:
-    words = " ".join(_collect_text_pieces(message))[:characters]
+    text = " ".join(_collect_text_pieces(message))[:characters]
     if isinstance(message, CompactionEntry):
-        return msgspec.structs.replace(message, summary=words)
-    return msgspec.structs.replace(message, content=[TextBlock(text=words)])
+        return msgspec.structs.replace(message, summary=text)
+    return msgspec.structs.replace(message, content=[TextBlock(text=text)])
 
 
 def render_as_text(messages: Sequence[Message], limit: int) -> str:
@@ -396,6 +400,6 @@ def render_as_text(messages: Sequence[Message], limit: int) -> str:
     return text if len(text) <= limit else "[…]\n" + text[-limit:]
 
 
-def _render_line(message: Message, most: int) -> str:
+def _render_line(message: Message, max_characters: int) -> str:
     """Render a message on one line; text with line breaks could imitate another message."""
-    return f"{_name_speaker(message)}: {' '.join(' '.join(_collect_text_pieces(message)).split())[:most]}"
+    return f"{_name_speaker(message)}: {' '.join(' '.join(_collect_text_pieces(message)).split())[:max_characters]}"

@@ -25,31 +25,31 @@ def compute_turn_seconds(left: float, behind: int) -> float:
 
 class CrashQuarantine:
     def __init__(self) -> None:
-        self._place = asyncio.Lock()
+        self._slot = asyncio.Lock()
         self._waiting = 0
         self._until = 0.0
         self._lane: int | None = None
-        self._over: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     async def enter(self, lane: int) -> None:
         """Wait until no other suspect has the slot, then hold it for a limited time."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             self._until = loop.time() + ALL_SUSPECTS_START_SECONDS
-            if self._place.locked():
-                log.warning("Runs that were interrupted several times are begun one after the other")
+            if self._slot.locked():
+                log.warning("Starting runs that were interrupted several times one at a time")
         self._waiting += 1
         try:
-            await self._place.acquire()
+            await self._slot.acquire()
         finally:
             self._waiting -= 1
         self._lane = lane
         seconds = compute_turn_seconds(self._until - loop.time(), self._waiting)
-        self._over = loop.call_later(seconds, self.leave, lane)
+        self._timer = loop.call_later(seconds, self.leave, lane)
 
     def leave(self, lane: int) -> None:
         """Release the slot if this lane holds it: its run made progress, ended, takes long or waits for another."""
-        if self._lane == lane and self._over:
-            self._over.cancel()
-            self._lane = self._over = None
-            self._place.release()
+        if self._lane == lane and self._timer:
+            self._timer.cancel()
+            self._lane = self._timer = None
+            self._slot.release()

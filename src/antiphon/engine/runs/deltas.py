@@ -19,10 +19,10 @@ class DeltaStream:
     """The deltas of one run, numbered consecutively so that a listener can detect gaps."""
 
     def __init__(
-        self, bus: EventBus, topic: str, session_key: str, run_id: str, *, quiet: bool, gated: bool
+        self, bus: EventBus, topic: str, session_key: str, run_id: str, *, quiet: bool, sanitized: bool
     ) -> None:
         self._quiet = quiet
-        self._sanitizer = sanitize.SanitizingStream() if gated else None
+        self._sanitizer = sanitize.SanitizingStream() if sanitized else None
         self._bus = bus
         self._topic = topic
         self._session_key = session_key
@@ -34,7 +34,7 @@ class DeltaStream:
         self._text: list[str] = []
         self._thinking: list[str] = []
         self._uncommitted_pieces: list[str] = []
-        self._whole_text, self._whole_thinking = SurrogateRepairer(), SurrogateRepairer()
+        self._text_repairer, self._thinking_repairer = SurrogateRepairer(), SurrogateRepairer()
 
     @property
     def uncommitted_text(self) -> str:
@@ -42,13 +42,13 @@ class DeltaStream:
         return "".join(self._uncommitted_pieces)
 
     def text(self, piece: str) -> None:
-        if complete := self._whole_text.feed(piece):
+        if complete := self._text_repairer.feed(piece):
             self._uncommitted_pieces.append(complete)
             self._text.append(complete)
             self._schedule_flush()
 
     def thinking(self, piece: str) -> None:
-        if complete := self._whole_thinking.feed(piece):
+        if complete := self._thinking_repairer.feed(piece):
             self._thinking.append(complete)
             self._schedule_flush()
 
@@ -70,8 +70,8 @@ class DeltaStream:
     def _reset_step(self) -> None:
         """Clear the state of the current step, for the next step or a retry."""
         self._uncommitted_pieces.clear()
-        self._whole_text.reset()
-        self._whole_thinking.reset()
+        self._text_repairer.reset()
+        self._thinking_repairer.reset()
 
     def flush(self) -> None:
         if self._timer is not None:
@@ -92,8 +92,8 @@ class DeltaStream:
     def _publish_delta(self, text: str = "", *, restart: bool = False) -> None:
         self._next_at = self._loop.time() + DELTA_INTERVAL_SECONDS
         self._number += 1
-        something = text or self._thinking or restart  # the sanitizer may hold back all of it
-        if something and not self._quiet and self._bus.has_listeners(self._topic):
+        has_content = text or self._thinking or restart  # the sanitizer may hold back all of it
+        if has_content and not self._quiet and self._bus.has_listeners(self._topic):
             event = Delta(
                 session_key=self._session_key,
                 run_id=self._run_id,

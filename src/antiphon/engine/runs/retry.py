@@ -24,12 +24,12 @@ STORE_FULL_RETRY_SECONDS = 1.0  # on average; jitter keeps waiting runs from ret
 
 async def retry_while_store_full(commit: Callable[[], Awaitable[T]]) -> T:
     """Repeat a commit until the store has room for it. Cancel the task to give up."""
-    told = False
+    is_logged = False
     while True:
         try:
             return await commit()
         except StoreFull as error:
-            if not told:
-                log.warning("What a run came to waits for room: %s", error)
-            told = True
+            if not is_logged:
+                log.warning("Commit failed, disk full; retrying: %s", error)
+            is_logged = True
             await asyncio.sleep(STORE_FULL_RETRY_SECONDS * random.uniform(0.5, 1.5))  # noqa: S311 - no secret

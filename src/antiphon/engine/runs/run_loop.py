@@ -8,9 +8,8 @@ model is asked again. Nothing is published before its commit.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -24,10 +23,11 @@ from antiphon.engine.runs.deltas import DeltaStream
 from antiphon.engine.runs.effects import RunEnding, RunOutcome
 from antiphon.engine.runs.lifecycle import Claim
 from antiphon.engine.runs.retry import retry_while_store_full
+from antiphon.engine.runs.tool_invocation import build_tool_result, invoke_tool
 from antiphon.engine.sessions import transcripts
 from antiphon.engine.sessions.transcripts import Entry
-from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
-from antiphon.errors import AntiphonError, ContextOverflow, Fenced, StoreError, ToolFailed
+from antiphon.engine.toolbox import Tool, ToolOutput
+from antiphon.errors import AntiphonError, ContextOverflow
 from antiphon.messages import (
     INJECTED_MODEL,
     AssistantMessage,
@@ -39,20 +39,13 @@ from antiphon.messages import (
     decode_message,
 )
 from antiphon.runtimes import Prompt, Runtime, ToolSpec
-from antiphon.runtimes.function import PROCESS_ENDING_ERRORS
-from antiphon.runtimes.model import INVALID_ARGUMENTS_KEY
 from antiphon.runtimes.text import repair_surrogates
-from antiphon.runtimes.tool_calls import MAX_ARGUMENT_LEVELS, MAX_KEPT_TOOL_CALLS, MAX_TOOL_CALLS_PER_ANSWER
+from antiphon.runtimes.tool_calls import MAX_KEPT_TOOL_CALLS, MAX_TOOL_CALLS_PER_ANSWER
 from antiphon.store import Store
 from antiphon.tracing import start_span
 
-log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-TOOL_CANCEL_GRACE_SECONDS = 1.0
 MAX_CONSECUTIVE_COMPACTIONS = 3  # a conversation that is still too long then will not get shorter
 MAX_CONCURRENT_CALLS_PER_ANSWER = 16
-MIN_SUMMARISED_TOKENS = 64  # if this is still too long for the model, summarising fails
 
 
 _TOO_MANY_CALLS = ToolOutput(
@@ -90,7 +83,7 @@ class RunLoop:
         store: Store,
         clock: Clock,
         claim: Claim,
-        setting: RunSetup,
+        setup: RunSetup,
         deltas: DeltaStream,
         on_entries: Callable[[Claim, Sequence[Entry]], None],
         on_tool: Callable[[Claim, ToolCall, ToolResult | None], None],
@@ -98,7 +91,7 @@ class RunLoop:
         self._store = store
         self._clock = clock
         self._claim = claim
-        self._setup = setting
+        self._setup = setup
         self._deltas = deltas
         self._on_entries = on_entries
         self._on_tool = on_tool
@@ -135,7 +128,7 @@ class RunLoop:
         return RunEnding(
             state="incomplete",
             error_code="max_steps",
-            error=f"The run took {self._setup.max_steps} steps without coming to an answer. "
+            error=f"The run took {self._setup.max_steps} steps without an answer. "
             "Ask for less at once, or raise agents.defaults.maxSteps.",
         )
 
@@ -146,15 +139,15 @@ class RunLoop:
                 break
             tool = self._setup.tools.get(message.tool_name)
             if tool is not None and tool.ends_turn and not message.is_error:
-                words = _extract_closing_words(message)
-                said = AssistantMessage(
-                    content=[TextBlock(text=words)],
+                reply = _extract_closing_reply(message)
+                answer = AssistantMessage(
+                    content=[TextBlock(text=reply)],
                     timestamp=self._clock.now(),
                     stop_reason="stop",
                     provider="antiphon",
                     model=INJECTED_MODEL,
                 )
-                return RunEnding(state="ok", reply=words, messages=[said], yielded=True)
+                return RunEnding(state="ok", reply=reply, messages=[answer], yielded=True)
         return None
 
     def _select_own_calls(self, calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
@@ -177,15 +170,15 @@ class RunLoop:
     def build_stopped_ending(self, outcome: RunOutcome, reason: str) -> RunEnding:
         """Return the ending of a stopped run, with its partial answer."""
         self._deltas.flush()
-        said = self._deltas.uncommitted_text
+        text = self._deltas.uncommitted_text
         partial = AssistantMessage(
-            content=[TextBlock(text=said)] if said else [],
+            content=[TextBlock(text=text)] if text else [],
             timestamp=self._clock.now(),
             stop_reason="aborted",
             error_message=reason,
         )
         return RunEnding(
-            state=outcome, reply=said or None, error_code=outcome, error=reason, messages=[partial]
+            state=outcome, reply=text or None, error_code=outcome, error=reason, messages=[partial]
         )
 
     def build_failed_ending(self, error: AntiphonError) -> RunEnding:
@@ -255,15 +248,15 @@ class RunLoop:
         return msgspec.structs.replace(answer, content=content)
 
     def _build_prompt(self) -> Prompt:
-        claim, setting = self._claim, self._setup
+        claim, setup = self._claim, self._setup
         return Prompt(
             run_id=claim.run_id,
             session_key=claim.session_key,
             agent_id=claim.agent_id,
-            instructions=setting.instructions,
-            messages=framing.frame_messages(context.repair_messages(self._context.messages), setting.nonce),
+            instructions=setup.instructions,
+            messages=framing.frame_messages(context.repair_messages(self._context.messages), setup.nonce),
             tools=self._list_offered_tools(),
-            thinking=claim.thinking or setting.thinking,
+            thinking=claim.thinking or setup.thinking,
             sampling=claim.options.sampling if claim.options else None,
         )
 
@@ -289,36 +282,23 @@ class RunLoop:
             return False
         self._compactions += 1
         older = self._context.messages[:cut]
-        summary = await self._summarise(older)
+        summary = self._replace_unsafe_model_name(
+            await compaction.summarise(self._setup.runtime, self._build_prompt(), older)
+        )
         now = self._clock.now()
         # An empty summary is charged for, but must not replace the conversation.
-        words = context.truncate_summary(summary.text.strip(), older)
-        short = msgspec.structs.replace(summary, content=[TextBlock(text=words)])
-        entry = compaction.build_compaction(self._context, cut, short, now) if words else None
+        text = context.truncate_summary(summary.text.strip(), older)
+        entry = compaction.build_compaction(self._context, cut, text, now) if text else None
 
-        def committed(entries: list[Entry]) -> None:
+        def on_committed(entries: list[Entry]) -> None:
             if entry is not None:
-                shown = self._context
+                before = self._context
                 self._context = ModelContext(
-                    [entries[0].seq, *shown.seqs[cut:]], [entry, *shown.messages[cut:]]
+                    [entries[0].seq, *before.seqs[cut:]], [entry, *before.messages[cut:]]
                 )
 
-        await self._commit_with_retry(committed, lifecycle.commit_summary, self._claim, entry, summary, now)
+        await self._commit(on_committed, lifecycle.commit_summary, self._claim, entry, summary, now)
         return entry is not None
-
-    async def _summarise(self, messages: Sequence[Message]) -> AssistantMessage:
-        """Summarise messages, clipping each of them if they are too long for the model."""
-        tokens = sum(map(context.estimate_tokens, messages))
-        while True:
-            try:
-                return self._replace_unsafe_model_name(
-                    await compaction.summarise(self._setup.runtime, self._build_prompt(), messages)
-                )
-            except ContextOverflow:
-                tokens //= 4
-                if tokens < MIN_SUMMARISED_TOKENS:
-                    raise
-                messages = context.clip_messages(messages, tokens)
 
     # --- tools ---
 
@@ -328,24 +308,24 @@ class RunLoop:
         if len(calls) == 1:
             await self._commit_results([(calls[0], await self._run_tool_call(calls[0], resumed=resumed))])
             return
-        waiting = iter(calls)
+        pending = iter(calls)
         ready: list[tuple[ToolCall, ToolResult]] = []
-        news = asyncio.Event()
+        has_ready = asyncio.Event()
 
-        async def work() -> None:
-            for call in waiting:
+        async def execute_pending() -> None:
+            for call in pending:
                 ready.append((call, await self._run_tool_call(call, resumed=resumed)))
-                news.set()
+                has_ready.set()
 
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(len(calls), MAX_CONCURRENT_CALLS_PER_ANSWER)):
-                    group.create_task(work())
-                left = len(calls)
-                while left:
-                    await news.wait()
-                    news.clear()
-                    left -= await self._commit_results(ready)
+                    group.create_task(execute_pending())
+                remaining = len(calls)
+                while remaining:
+                    await has_ready.wait()
+                    has_ready.clear()
+                    remaining -= await self._commit_results(ready)
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
         except asyncio.CancelledError:
@@ -362,14 +342,15 @@ class RunLoop:
         return len(batch)
 
     async def _run_tool_call(self, call: ToolCall, *, resumed: bool) -> ToolResult:
-        tool = self._setup.tools.get(call.name)
+        setup = self._setup
+        tool = setup.tools.get(call.name)
         if resumed and (tool is None or tool.after_crash == "report"):
             return context.build_interrupted_result(call, self._clock.now())
         self._on_tool(self._claim, call, None)
-        refused = call.id == self._excess_call_id
-        return self._build_tool_result(
-            call, _TOO_MANY_CALLS if refused else await self._invoke_tool(call, tool)
-        )
+        output = _TOO_MANY_CALLS
+        if call.id != self._excess_call_id:
+            output = await invoke_tool(call, setup.tools, setup.caller, self._claim)
+        return build_tool_result(call, output, setup.max_result_chars, self._clock.now())
 
     def _find_excess_call(self) -> str | None:
         """Return the id of the first call of the latest answer beyond the limit, or None."""
@@ -377,77 +358,31 @@ class RunLoop:
             message for message in reversed(self._context.messages) if isinstance(message, AssistantMessage)
         )
         latest = next(answers, None)
-        after = latest.tool_calls[MAX_TOOL_CALLS_PER_ANSWER:] if latest else []
-        return after[0].id if after else None
-
-    async def _invoke_tool(self, call: ToolCall, tool: Tool | None) -> ToolOutput:
-        if tool is None:
-            known = ", ".join(self._setup.tools) or "none"
-            return ToolOutput(text=f"There is no tool {call.name!r}. The tools are: {known}.", is_error=True)
-        if call.native and INVALID_ARGUMENTS_KEY in call.native:
-            return ToolOutput(
-                text=f"The arguments of {call.name!r} were not a JSON object, or were nested deeper than "
-                f"{MAX_ARGUMENT_LEVELS} levels. Call it again.",
-                is_error=True,
-            )
-        claim = self._claim
-        try:
-            given = ToolRequest(
-                caller=self._setup.caller, run_id=claim.run_id, call_id=call.id, arguments=call.arguments
-            )
-            with start_span("tool", run_id=claim.run_id, tool=call.name, call_id=call.id):
-                if tool.after_crash == "report":
-                    return await run_with_cancel_grace(tool.invoke(given))
-                return await retry_while_store_full(lambda: run_with_cancel_grace(tool.invoke(given)))
-        except (Fenced, StoreError):
-            raise
-        except AntiphonError as error:
-            return ToolOutput(text=str(error), is_error=True, details={"code": error.code, **error.data})
-        except Exception as error:
-            about = {"run_id": claim.run_id, "session_key": claim.session_key}
-            log.exception("Tool %r failed in run %r", call.name, claim.run_id, extra=about)
-            return ToolOutput(
-                text=f"The tool {call.name!r} failed: {type(error).__name__}: {error}", is_error=True
-            )
-
-    def _build_tool_result(self, call: ToolCall, result: ToolOutput) -> ToolResult:
-        most = self._setup.max_result_chars
-        text = repair_surrogates(result.text)
-        if len(text) > most:
-            text = f"{text[:most]}\n[{len(text) - most} of {len(text)} characters left out]"
-        return ToolResult(
-            tool_call_id=call.id,
-            tool_name=call.name,
-            content=[TextBlock(text=text)],
-            is_error=result.is_error,
-            details=result.details if _is_storable(result.details, most) else None,
-            timestamp=self._clock.now(),
-        )
+        excess = latest.tool_calls[MAX_TOOL_CALLS_PER_ANSWER:] if latest else []
+        return excess[0].id if excess else None
 
     # --- commits ---
 
     async def _commit_messages(self, messages: Sequence[Message]) -> None:
-        def committed(entries: list[Entry]) -> None:
+        def on_committed(entries: list[Entry]) -> None:
             for entry, message in zip(entries, messages, strict=True):
                 self._context.add(entry.seq, message)
 
-        await self._commit_with_retry(
-            committed, lifecycle.commit_messages, self._claim, messages, self._clock.now()
-        )
+        await self._commit(on_committed, lifecycle.commit_messages, self._claim, messages, self._clock.now())
 
-    async def _commit_with_retry(
+    async def _commit(
         self,
-        committed: Callable[[list[Entry]], None],
+        on_committed: Callable[[list[Entry]], None],
         script: Callable[..., Awaitable[list[Entry]]],
         *args: object,
     ) -> None:
-        """Commit, waiting while the store is full, and apply the new entries with `committed`."""
+        """Commit, waiting while the store is full, and apply the new entries with `on_committed`."""
         self._may_have_usage = True
-        await retry_while_store_full(lambda: self._commit_shielded(committed, script, *args))
+        await retry_while_store_full(lambda: self._commit_shielded(on_committed, script, *args))
 
     async def _commit_shielded(
         self,
-        committed: Callable[[list[Entry]], None],
+        on_committed: Callable[[list[Entry]], None],
         script: Callable[..., Awaitable[list[Entry]]],
         *args: object,
     ) -> None:
@@ -460,7 +395,7 @@ class RunLoop:
             raise
         finally:
             if task.done() and not task.cancelled() and task.exception() is None:
-                committed(task.result())
+                on_committed(task.result())
                 self._deltas.finish_step()
                 self._on_entries(self._claim, task.result())
 
@@ -491,40 +426,8 @@ def _build_ending(answer: AssistantMessage, *, has_usage: bool) -> RunEnding:
     )
 
 
-def _extract_closing_words(result: ToolResult) -> str:
+def _extract_closing_reply(result: ToolResult) -> str:
     """Return the message with which a tool ends the turn."""
     details = result.details
     message: object = cast("dict[str, Any]", details).get("message") if isinstance(details, dict) else None
     return message if isinstance(message, str) and message else result.text
-
-
-def _is_storable(details: object, most: int) -> bool:
-    """Whether a tool's structured result can be stored; the model reads its text instead."""
-    try:
-        return len(msgspec.json.encode(details)) <= most
-    except (TypeError, ValueError):
-        return False
-
-
-async def run_with_cancel_grace(work: Awaitable[T]) -> T:
-    """Await foreign code; when cancelled, give it `TOOL_CANCEL_GRACE_SECONDS` to finish, then abandon it.
-
-    A tool that ignores cancellation must not block its session's lane.
-    """
-    task = asyncio.ensure_future(_contain_process_exit(work))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        task.cancel()
-        _, running = await asyncio.wait([task], timeout=TOOL_CANCEL_GRACE_SECONDS)
-        if running:
-            log.warning("A tool ignored being cancelled and was left behind")
-        raise
-
-
-async def _contain_process_exit(work: Awaitable[T]) -> T:
-    """Turn an attempt to end the process into a tool failure."""
-    try:
-        return await work
-    except PROCESS_ENDING_ERRORS as error:
-        raise ToolFailed(f"The tool tried to end the process ({error!r}).", "Fix the tool.") from error
