@@ -103,3 +103,10 @@ def test_the_protocol_page_lists_every_method_with_its_scope() -> None:
 def test_links_in_the_documents_resolve(page: Path) -> None:
     missing = [link for link in LINK.findall(page.read_text("utf-8")) if not (page.parent / link).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", ["AGENTS.md", "docs/architecture.md"])
+def test_the_maps_name_files_that_exist(page: str) -> None:
+    named = set(re.findall(r"`([\w./-]+(?:\.py|\.sql|\.md|/))`", (ROOT / page).read_text("utf-8")))
+    bases = [ROOT, ROOT / "src/antiphon", ROOT / "src/antiphon/engine", ROOT / "src/antiphon/gateway"]
+    assert {name for name in named if not any((base / name).exists() for base in bases)} == set()
