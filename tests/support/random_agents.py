@@ -21,7 +21,7 @@ import random
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,17 +38,24 @@ SCRIPT_DEPTH = 2  # nesting of scripts in scripts
 PROCESS_TIMEOUT_SECONDS = 100  # for one process; then the alarm kills it and the test fails
 OPERATOR = Caller.operator()
 AGENTS = [f"a{number:02}" for number in range(AGENT_COUNT)]
-SETTINGS = {
-    "agents": {
-        "defaults": {"subagents": {"maxSpawnDepth": 2, "allowAgents": ["*"]}},
-        "list": [{"id": agent, "default": agent == AGENTS[0]} for agent in AGENTS],
-    },
-    "tools": {
-        "sessions": {"visibility": "all"},
-        "agentToAgent": {"enabled": True},
-        "subagents": {"tools": {"alsoAllow": ["sessions_send"]}},
-    },
-}
+
+
+def make_settings(agents: Sequence[str], child_tools: Sequence[str]) -> dict[str, Any]:
+    """Configure these agents, which reach and spawn each other; sub-agents also have `child_tools`."""
+    return {
+        "agents": {
+            "defaults": {"subagents": {"maxSpawnDepth": 2, "allowAgents": ["*"]}},
+            "list": [{"id": agent, "default": agent == agents[0]} for agent in agents],
+        },
+        "tools": {
+            "sessions": {"visibility": "all"},
+            "agentToAgent": {"enabled": True},
+            "subagents": {"tools": {"alsoAllow": [*child_tools]}},
+        },
+    }
+
+
+SETTINGS = make_settings(AGENTS, ["sessions_send"])
 CONFIG = Config.model_validate(SETTINGS)
 
 # --- the plan ---

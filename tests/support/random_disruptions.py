@@ -41,18 +41,7 @@ DISRUPTIONS = 18  # in one process
 MAX_COMMITS_BETWEEN = 12
 MAX_SECONDS_BETWEEN = 0.3
 SWEPT = "swept.txt"
-SETTINGS = {
-    **random_agents.SETTINGS,
-    "agents": {
-        "defaults": {"subagents": {"maxSpawnDepth": 2, "allowAgents": ["*"]}},
-        "list": [{"id": agent, "default": agent == AGENTS[0]} for agent in AGENTS],
-    },
-    "tools": {
-        "sessions": {"visibility": "all"},
-        "agentToAgent": {"enabled": True},
-        "subagents": {"tools": {"alsoAllow": ["sessions_send", "sessions_yield", "subagents"]}},
-    },
-}
+SETTINGS = random_agents.make_settings(AGENTS, ["sessions_send", "sessions_yield", "subagents"])
 
 
 def plan_messages(seed: int) -> list[Planned]:
