@@ -796,8 +796,8 @@ async def test_the_command_takes_the_server_of_the_configuration(program: Progra
     ("arguments", "code", "words"),
     [
         (("--from", "postgres://here/db", "--to", "postgres://there/db"), 2, "Only an SQLite database"),
-        (("--to", "mysql://there/db"), 2, "only be moved to PostgreSQL"),
-        ((), 2, "Say where to"),
+        (("--to", "mysql://there/db"), 2, "Only PostgreSQL can be the target"),
+        ((), 2, "No target given"),
         (("--to", "postgres://me:secret@there/db"), 2, "--password-file"),
         (
             ("--from", "sqlite:nowhere/antiphon.db", "--to", "postgres://me@127.0.0.1:1/db"),

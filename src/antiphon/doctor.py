@@ -173,7 +173,7 @@ def _check_missing_directory(path: Path) -> Finding:
 
 def _find_nearest_existing_path(path: Path) -> Path:
     """The longest part of a path that exists."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if path_exists(place))
+    return next(existing for existing in (path.absolute(), *path.absolute().parents) if path_exists(existing))
 
 
 def _list_private_paths(home: StateDir) -> Iterable[Path]:

@@ -18,9 +18,9 @@ import pytest
 
 from antiphon import __version__
 from antiphon.cli import COMMAND_MODULES
-from antiphon.cli._doctor_checks import check_gateways
 from antiphon.cli._errors import report_error
 from antiphon.cli._gateway_lookup import find_local_gateways
+from antiphon.cli.doctor import check_gateways
 from antiphon.config import Config, Paths, parse
 from antiphon.doctor import run_checks
 from antiphon.errors import AntiphonError, LaneFull, ProviderError, StoreError, StoreLocked

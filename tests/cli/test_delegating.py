@@ -197,7 +197,7 @@ def test_who_is_there(desk: Program) -> None:
 def test_what_was_said_to_whom(desk: Program) -> None:
     assert desk.run("send", "main", "say hello", "--wait", "30").code == 0
     assert desk.run("exchanges").out == "No exchanges.\n"
-    assert desk.run("exchanges", "--unsettled").out == "No exchanges that still go on.\n"
+    assert desk.run("exchanges", "--unsettled").out == "No unfinished exchanges.\n"
     for number in (1, 2):
         sent = (
             "send",

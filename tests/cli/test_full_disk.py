@@ -36,7 +36,7 @@ def test_a_gateway_says_so_once_and_is_not_ready_until_there_is_room(program: Pr
         disk.fill()
         gateway.expect(WAITING)
         assert program.run("status", "--json").json["failing"] == ["store"]
-        assert "database     cannot be used now" in program.run("status").out
+        assert "database     unavailable" in program.run("status").out
         disk.clear()
         gateway.expect(AGAIN)
         assert program.run("status", "--json").json["failing"] == []

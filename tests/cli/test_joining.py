@@ -171,7 +171,7 @@ def test_a_bus_that_is_away_is_told(program: Program, shared: dict[str, Any], na
         told = program.run("status")
         assert told.code == 0
         assert gateway.url in told.out
-        assert "NATS is away" in told.out
+        assert "NATS is unreachable" in told.out
         for arguments in ([], ["--online"]):
             code, found = findings(program, *arguments)
             (bus,) = found["bus"]
@@ -204,7 +204,7 @@ def test_a_database_that_is_away_does_not_silence_the_status(
             postgres.start()
         assert told.code == 0, told.err
         assert f"running at {gateway.url} (process {gateway.process.pid})" in told.out
-        assert "database     cannot be used now" in told.out
+        assert "database     unavailable" in told.out
         assert took < RETRY_WINDOW_SECONDS
         assert (facts["running"], facts["failing"], facts["sessions"]) == (True, ["store"], None)
 

@@ -51,7 +51,7 @@ def delivered(program: Program) -> dict[str, Any]:
 @pytest.mark.requirement("A2")
 def test_sub_agents_are_shown(desk: Program) -> None:
     assert desk.run("chat", "--message", "say hello").code == 0
-    assert "No sub-agents of main" in desk.run("subagents").out
+    assert "has no sub-agents that run or ended recently" in desk.run("subagents").out
     assert desk.run("spawn", "say forty two", "--label", "calc", "--wait").code == 0
     heading, row, hint = desk.run("subagents", "list").out.splitlines()
     assert heading.split() == ["LABEL", "STATE", "AGENT", "SINCE", "TOKENS", "ERROR", "RESULT"]
@@ -67,9 +67,9 @@ def test_sub_agents_are_shown(desk: Program) -> None:
     for what in (["kill", "calc"], ["steer", "1", "say no"], ["kill", "last"]):
         refused = desk.run("subagents", *what, "--json")
         assert (refused.code, refused.error["code"]) == (2, "conflict"), refused
-        assert "ended already" in refused.error["message"]
+        assert "already ended" in refused.error["message"]
     assert desk.run("subagents", "kill", "nobody").code == 3
-    assert desk.run("subagents", "kill", "all").out == "Nothing was at work.\n"
+    assert desk.run("subagents", "kill", "all").out == "No sub-agent was running.\n"
     assert desk.run("subagents", "--for", "agent:helper:main").code == 3
 
 

@@ -18,34 +18,34 @@ from antiphon.cli._errors import report_error
 from antiphon.cli._options import common_options
 
 COMMAND_MODULES = {
-    "demo": ("antiphon.cli.demo", "Watch agents talk with each other. Needs nothing else."),
-    "up": ("antiphon.cli.up", "Run the gateway: everything else talks to it while it runs."),
+    "demo": ("antiphon.cli.demo", "Watch agents work together. Needs no setup."),
+    "up": ("antiphon.cli.up", "Run the gateway."),
     "stop": ("antiphon.cli.stop", "Stop the gateway of the state directory."),
-    "chat": ("antiphon.cli.chat.command", "Talk with an agent in this terminal."),
-    "send": ("antiphon.cli.send", "Say something to a session."),
-    "agent": ("antiphon.cli.agent", "Let an agent do one thing, and print its answer."),
+    "chat": ("antiphon.cli.chat.command", "Chat with an agent in this terminal."),
+    "send": ("antiphon.cli.send", "Send a message to a session."),
+    "agent": ("antiphon.cli.agent", "Send one message to an agent and print the answer."),
     "spawn": ("antiphon.cli.spawn", "Start a sub-agent for a session."),
-    "subagents": ("antiphon.cli.subagents", "What a session has had sub-agents do, and stopping one."),
-    "status": ("antiphon.cli.status", "How the gateway is, or what is kept while none runs."),
-    "sessions": ("antiphon.cli.sessions", "List, read, find, name, delete, export and import conversations."),
-    "agents": ("antiphon.cli.agents", "Who is configured, and who may spawn whom."),
-    "exchanges": ("antiphon.cli.exchanges", "What sessions have said to each other, and what came of it."),
-    "deliveries": ("antiphon.cli.deliveries", "What is on its way to people, and what did not get there."),
-    "cron": ("antiphon.cli.cron", "Jobs that start by the clock."),
-    "tokens": ("antiphon.cli.tokens", "Who may talk to the gateway."),
+    "subagents": ("antiphon.cli.subagents", "List, stop and redirect a session's sub-agents."),
+    "status": ("antiphon.cli.status", "Show the state of the gateway, or of the store if none runs."),
+    "sessions": ("antiphon.cli.sessions", "List, read, search, label, delete, export and import sessions."),
+    "agents": ("antiphon.cli.agents", "List the configured agents and whom each may spawn."),
+    "exchanges": ("antiphon.cli.exchanges", "List messages between sessions and their outcome."),
+    "deliveries": ("antiphon.cli.deliveries", "List deliveries to people; retry failed ones."),
+    "cron": ("antiphon.cli.cron", "Manage scheduled jobs."),
+    "tokens": ("antiphon.cli.tokens", "List, issue and revoke access tokens."),
     "config": ("antiphon.cli.config", "Check the configuration, or print its schema."),
-    "store": ("antiphon.cli.store", "Move everything into another database."),
-    "logs": ("antiphon.cli.logs", "Show the log, and follow it."),
-    "doctor": ("antiphon.cli.doctor", "Look for anything that is wrong, and say what to do."),
+    "store": ("antiphon.cli.store", "Migrate to another database."),
+    "logs": ("antiphon.cli.logs", "Show or follow the log."),
+    "doctor": ("antiphon.cli.doctor", "Check the installation and suggest fixes."),
 }
 
 ROOT_HELP = """\
 Antiphon hosts agents' chat sessions and lets them find, read, message and spawn each other.
 
-Everything is kept in one state directory (~/.antiphon unless you say otherwise). Without a configured
-provider a built-in rehearsal model answers, so everything can be tried offline.
+All data is in one state directory (default: ~/.antiphon). Without a configured provider, a built-in
+rehearsal model answers, so everything can be tried offline.
 
-Try first:  antiphon demo; then antiphon up, and antiphon chat in another terminal
+Start with `antiphon demo`, then `antiphon up`, and `antiphon chat` in another terminal.
 """
 
 
@@ -81,7 +81,7 @@ class LazyCommandGroup(click.Group):
     cls=LazyCommandGroup,
     invoke_without_command=True,
     help=ROOT_HELP,
-    epilog="`antiphon COMMAND --help` explains a command.",
+    epilog="Run `antiphon COMMAND --help` for more about a command.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, prog_name="antiphon", message="%(prog)s %(version)s")
@@ -94,19 +94,19 @@ def root(ctx: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    command_line = list(sys.argv[1:] if arguments is None else arguments)
     gc.disable()  # imports create hardly any garbage; an event loop enables it again
     os.umask(0o077)  # every file written may contain conversations
     # Pydantic would look for plugins in the metadata of every installed package at each start.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
-        code = root.main(given, prog_name="antiphon", standalone_mode=False)
+        code = root.main(command_line, prog_name="antiphon", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
         _abandon_stdout()
         return 1
     except Exception as error:  # noqa: BLE001 - the outermost handler; `report_error` prints it in one sentence
-        return report_error(error, given)
+        return report_error(error, command_line)
     return code if isinstance(code, int) else 0
 
 

@@ -47,8 +47,8 @@ def report_error(error: Exception, arguments: Sequence[str]) -> int:
     if isinstance(error, click.ClickException):
         _print_error(machine, "usage", error.format_message(), _format_usage_hint(error), {})
         return error.exit_code
-    what = f"Something unexpected went wrong ({type(error).__name__}: {error})."
-    _print_error(machine, "internal", what, "Run the command again with --debug to see where.", {})
+    what = f"Unexpected error ({type(error).__name__}: {error})."
+    _print_error(machine, "internal", what, "Run the command again with --debug for details.", {})
     return 1
 
 

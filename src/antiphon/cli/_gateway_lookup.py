@@ -68,8 +68,8 @@ def find_local_gateways(state_dir: Path) -> Iterator[DiscoveryRecord]:
         StoreError: this user cannot read the directory.
     """
     StateDir.open_unlocked(state_dir).check_readable()
-    for place in (state_dir, *sorted((state_dir / REPLICAS_DIRECTORY_NAME).glob("[0-9]*"))):
-        if found := find_running_gateway(place):
+    for directory in (state_dir, *sorted((state_dir / REPLICAS_DIRECTORY_NAME).glob("[0-9]*"))):
+        if found := find_running_gateway(directory):
             yield found
 
 
@@ -87,7 +87,7 @@ def _to_websocket_url(url: str) -> str:
     scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
     if scheme not in {"ws", "wss"} or not parts.hostname or parts.username or parts.password:
         raise InvalidInput(
-            "The address of the gateway is not one.", "Write it as ws://127.0.0.1:18789.", field="url"
+            "The gateway address is not valid.", "Use a form like ws://127.0.0.1:18789.", field="url"
         )
     return parts._replace(scheme=scheme).geturl()
 
@@ -101,8 +101,8 @@ def _read_given_token(settings: Settings) -> str | None:
         return path.read_text("utf-8").strip() or None
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(
-            f"The token file {str(path)!r} cannot be read.",
-            "Give a file that holds the token.",
+            f"The token file {str(path)!r} could not be read.",
+            "Name a file that contains the token.",
             field="token",
         ) from error
 

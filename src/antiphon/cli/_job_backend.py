@@ -11,8 +11,8 @@ import msgspec
 
 from antiphon.access import Caller
 from antiphon.cli._backend import LocalBackend, make_gateway_client
-from antiphon.cli._name_lookup import find_by_name
 from antiphon.cli._options import Settings
+from antiphon.cli._references import find_by_name
 from antiphon.cli._wait import wait_for_run_end
 from antiphon.operations.jobs import JobFireResult, JobOperations, JobPatch, JobSpec, JobView, parse_job_input
 from antiphon.operations.types import RunView

@@ -41,10 +41,10 @@ class JoinSlot(msgspec.Struct, frozen=True):
                     f"Set {name}.url in {str(loaded.path or 'the configuration')!r}, or leave out --join.",
                     path=f"{name}.url",
                 )
-        wanted = loaded.config.gateway.port if port is None else port
+        preferred_port = loaded.config.gateway.port if port is None else port
         parent = state_dir / REPLICAS_DIRECTORY_NAME
         turn = _acquire_join_lock(parent)
-        return cls(_find_free_directory(parent), wanted if _is_port_free(wanted) else 0, turn)
+        return cls(_find_free_directory(parent), preferred_port if _is_port_free(preferred_port) else 0, turn)
 
     def release_join_lock(self) -> None:
         """Let the next replica reserve its directory, now that this gateway has started."""
@@ -73,9 +73,9 @@ def _find_free_directory(parent: Path) -> Path:
     from antiphon.store.statedir import StateDir
 
     for number in range(1, MAX_REPLICAS_PER_MACHINE + 1):
-        place = parent / str(number)
-        if StateDir.open_unlocked(place).holder is None:
-            return place
+        directory = parent / str(number)
+        if StateDir.open_unlocked(directory).holder is None:
+            return directory
     raise Unavailable(
         f"{MAX_REPLICAS_PER_MACHINE} replicas run on {str(parent)!r} already.",
         "Stop one, or choose another --state-dir.",

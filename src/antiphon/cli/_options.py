@@ -69,7 +69,7 @@ class Settings:
 def _store_option(ctx: click.Context, param: click.Parameter, value: object) -> None:
     settings = ctx.ensure_object(Settings)
     if value == "":  # an unset shell variable must not silently select the default
-        raise click.UsageError(f"{param.opts[0]} is empty; say what it is, or leave it out.")
+        raise click.UsageError(f"{param.opts[0]} is empty. Give a value, or leave the option out.")
     if value and param.name:
         setattr(settings, param.name, value)
 
@@ -77,7 +77,7 @@ def _store_option(ctx: click.Context, param: click.Parameter, value: object) -> 
 def get_session_reference(agent: str | None, key: str | None) -> str:
     """Return the session that `--agent` and `--session` name; empty values are refused later, on opening."""
     if agent is not None and key is not None:
-        raise click.UsageError("--agent and --session both say where; keep one of them.")
+        raise click.UsageError("--agent and --session cannot be combined. Keep one of them.")
     if key is not None:
         return key
     return "main" if agent is None else f"agent:{agent}:main"
@@ -99,14 +99,14 @@ def common_options(function: F) -> F:
         click.option(
             "--state-dir",
             metavar="DIR",
-            help="Where everything is kept (ANTIPHON_STATE_DIR, else ~/.antiphon).",
+            help="State directory (ANTIPHON_STATE_DIR, else ~/.antiphon).",
             expose_value=False,
             callback=_store_option,
         ),
         click.option(
             "--config",
             metavar="FILE",
-            help="The configuration (ANTIPHON_CONFIG, else config.json5 there).",
+            help="Configuration file (ANTIPHON_CONFIG, else config.json5 in the state directory).",
             expose_value=False,
             callback=_store_option,
         ),
@@ -121,14 +121,14 @@ def gateway_options(function: F) -> F:
         click.option(
             "--token-file",
             metavar="FILE",
-            help="Where its token stands (else ANTIPHON_TOKEN).",
+            help="File with the gateway's token (else ANTIPHON_TOKEN).",
             expose_value=False,
             callback=_store_option,
         ),
         click.option(
             "--url",
             metavar="URL",
-            help="A gateway other than that of the state directory (ANTIPHON_URL); separate replicas with commas.",
+            help="Gateway to use instead of the local one (ANTIPHON_URL); separate replicas with commas.",
             expose_value=False,
             callback=_store_option,
         ),

@@ -231,19 +231,21 @@ def format_tool_calls(body: Mapping[str, Any]) -> list[str]:
 
 def _format_tool_call(block: Mapping[str, Any], most: int, *, whole: bool = False) -> str:
     """Format a tool call as `sessions_send → helper: "When does…"`; with `whole`, also its other arguments."""
-    given: object = block.get("arguments") or {}
+    raw_arguments: object = block.get("arguments") or {}
     name = str(block.get("name"))
-    arguments = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    arguments = cast("dict[str, Any]", raw_arguments) if isinstance(raw_arguments, dict) else {}
     target = next((field for field in TARGET_ARGUMENTS if isinstance(arguments.get(field), str)), None)
     words = next((field for field in TEXT_ARGUMENTS if isinstance(arguments.get(field), str)), None)
     if target is None and words is None:
-        return f"{name} {clip_text(_encode_json(cast('Any', given)), most)}" if given else name
-    said = f"{name} → {shorten_session_key(arguments[target])}" if target else name
+        return (
+            f"{name} {clip_text(_encode_json(cast('Any', raw_arguments)), most)}" if raw_arguments else name
+        )
+    call = f"{name} → {shorten_session_key(arguments[target])}" if target else name
     if words:
         text = " ".join(arguments[words].split())
-        said += f'{":" if target else ""} "{text if len(text) <= most else f"{text[: most - 1]}…"}"'
+        call += f'{":" if target else ""} "{text if len(text) <= most else f"{text[: most - 1]}…"}"'
     rest = {field: it for field, it in arguments.items() if field not in (target, words)}
-    return f"{said} {clip_text(_encode_json(rest), most)}" if whole and rest else said
+    return f"{call} {clip_text(_encode_json(rest), most)}" if whole and rest else call
 
 
 def shorten_session_key(key: str) -> str:

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("key")
 @click.argument("text", required=False)
-@click.option("--remove", is_flag=True, help="Take its label away.")
+@click.option("--remove", is_flag=True, help="Remove the label.")
 @gateway_options
 @common_options
 @click.pass_obj
 def label(settings: Settings, key: str, text: str | None, remove: bool) -> None:
-    """Give a session a label, by which it can be named wherever a KEY is asked for."""
+    """Set a session's label, which can be used in place of its key."""
     if remove == (text is not None):
-        raise click.UsageError("Give the label, or say --remove.")
+        raise click.UsageError("Give a label, or use --remove.")
     session = asyncio.run(_set_label(settings, key, text))
     if settings.json:
         _output.print_json(session)
@@ -37,8 +37,8 @@ def label(settings: Settings, key: str, text: str | None, remove: bool) -> None:
 async def _set_label(settings: Settings, key: str, text: str | None) -> SessionView:
     from antiphon.cli._backend import open_backend_for_changes
 
-    async with open_backend_for_changes(settings) as desk:
-        return await desk.label((await desk.describe(key)).key, text)
+    async with open_backend_for_changes(settings) as backend:
+        return await backend.label((await backend.describe(key)).key, text)
 
 
 @click.command()
@@ -47,7 +47,7 @@ async def _set_label(settings: Settings, key: str, text: str | None) -> SessionV
 @common_options
 @click.pass_obj
 def reset(settings: Settings, key: str) -> None:
-    """Begin a new conversation in a session; the old one is kept and can be restored."""
+    """Start a new conversation in a session. The old one is kept and can be restored."""
     old, session = asyncio.run(_reset_session(settings, key))
     if settings.json:
         _output.print_json(session)
@@ -61,9 +61,9 @@ def reset(settings: Settings, key: str) -> None:
 async def _reset_session(settings: Settings, key: str) -> tuple[str, SessionView]:
     from antiphon.cli._backend import open_backend_for_changes
 
-    async with open_backend_for_changes(settings) as desk:
-        old = (await desk.describe(key)).session_id
-        return old, await desk.renew(key, expected=old)
+    async with open_backend_for_changes(settings) as backend:
+        old = (await backend.describe(key)).session_id
+        return old, await backend.renew(key, expected=old)
 
 
 @click.command()
@@ -72,7 +72,7 @@ async def _reset_session(settings: Settings, key: str) -> tuple[str, SessionView
 @common_options
 @click.pass_obj
 def restore(settings: Settings, session_id: str) -> None:
-    """Go back to an earlier conversation of a session; the current one is kept and can be restored in turn."""
+    """Return to an earlier conversation of a session. The current one is kept."""
     session = asyncio.run(_restore_conversation(settings, session_id))
     if settings.json:
         _output.print_json(session)
@@ -85,20 +85,20 @@ def restore(settings: Settings, session_id: str) -> None:
 async def _restore_conversation(settings: Settings, session_id: str) -> SessionView:
     from antiphon.cli._backend import open_backend_for_changes
 
-    async with open_backend_for_changes(settings) as desk:
-        return await desk.restore(session_id)
+    async with open_backend_for_changes(settings) as backend:
+        return await backend.restore(session_id)
 
 
 @click.command()
 @click.argument("key")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @gateway_options
 @common_options
 @click.pass_obj
 def delete(settings: Settings, key: str, yes: bool) -> int:
-    """Remove a session and everything that was ever said in it. What it spawned stays."""
+    """Delete a session with all its conversations. Sessions that it spawned stay."""
     if not yes and (settings.json or not (sys.stdin.isatty() and sys.stdout.isatty())):
-        raise click.UsageError("What is deleted cannot be brought back. Say --yes if you mean it.")
+        raise click.UsageError("Deleting cannot be undone. Confirm with --yes.")
     session = asyncio.run(_load_deletable_session(settings, key))
     if not (yes or _confirm_delete(session.key)):
         click.echo("Nothing was deleted.")
@@ -123,9 +123,9 @@ async def _load_deletable_session(settings: Settings, reference: str) -> Session
     from antiphon.engine.sessions.transcripts import HistoryFilter
     from antiphon.operations import validation
 
-    async with open_backend_for_reading(settings) as desk:
-        named = await desk.history(reference, HistoryFilter(limit=1))
-        session = await desk.describe(named.session_key)
+    async with open_backend_for_reading(settings) as backend:
+        named = await backend.history(reference, HistoryFilter(limit=1))
+        session = await backend.describe(named.session_key)
     if named.session_id != session.session_id:
         raise validation.build_conversation_ended_error(reference)
     validation.require_deletable_key(session.key)
@@ -137,8 +137,8 @@ async def _delete_session(settings: Settings, session: SessionView) -> None:
     from antiphon.access import build_session_missing_error
     from antiphon.cli._backend import open_backend_for_changes
 
-    async with open_backend_for_changes(settings) as desk:
-        if not await desk.delete(session.key, session.session_id):
+    async with open_backend_for_changes(settings) as backend:
+        if not await backend.delete(session.key, session.session_id):
             raise build_session_missing_error(session.key)
 
 

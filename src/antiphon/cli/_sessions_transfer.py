@@ -19,16 +19,18 @@ if TYPE_CHECKING:
 
 @click.command("export")
 @click.argument("keys", nargs=-1, metavar="[KEY]...")
-@click.option("--all", "everything", is_flag=True, help="Every conversation there is.")
+@click.option("--all", "everything", is_flag=True, help="Export every session.")
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), help="Default: the state's transcripts."
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Target directory; default: transcripts in the state directory.",
 )
 @common_options
 @click.pass_obj
 def export_sessions(settings: Settings, keys: Sequence[str], everything: bool, out: Path | None) -> None:
-    """Write conversations as JSONL. What was said is written as it was said: nothing is masked."""
+    """Export conversations as JSONL. Nothing is redacted."""
     if everything == bool(keys):
-        raise click.UsageError("Name the sessions to export, or say --all.")
+        raise click.UsageError("Name the sessions to export, or use --all.")
     done = asyncio.run(_export(settings, keys, out))
     if settings.json:
         _output.print_json(done)
@@ -55,12 +57,12 @@ async def _export(settings: Settings, keys: Sequence[str], out: Path | None) -> 
 
 @click.command("import")
 @click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--agent", metavar="ID", help="Only this agent's, or whose the short keys are.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be imported.")
+@click.option("--agent", metavar="ID", help="Import only this agent; also the agent of keys that name none.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be imported.")
 @common_options
 @click.pass_obj
 def import_sessions(settings: Settings, directory: Path, agent: str | None, dry_run: bool) -> int:
-    """Bring in sessions from a state directory of the OpenClaw family, or from an export."""
+    """Import sessions from an OpenClaw state directory or from an export."""
     done = asyncio.run(_import(settings, directory, agent, dry_run=dry_run))
     if settings.json:
         _output.print_json(done)

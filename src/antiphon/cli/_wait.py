@@ -54,37 +54,37 @@ def print_accepted_run(run_id: str, session_key: str) -> None:
     click.echo(_output.dim(text) if sys.stderr.isatty() else text, err=True)
 
 
-async def wait_for_run_end(desk: Backend, run_id: str) -> RunView:
+async def wait_for_run_end(backend: Backend, run_id: str) -> RunView:
     while True:
-        view = await desk.wait(run_id, RUN_WAIT_SECONDS)
+        view = await backend.wait(run_id, RUN_WAIT_SECONDS)
         if view.has_ended:
             return view
 
 
-async def wait_until_idle(desk: Backend, *sessions: str) -> None:
+async def wait_until_idle(backend: Backend, *sessions: str) -> None:
     """Wait until nothing runs or is queued in these sessions, and every delivery has been sent.
 
     Each step of an exchange queues the next one when it ends, so a session is not idle between them.
     """
-    while runs := [run for session in sessions for run in await desk.unfinished(session)]:
-        await wait_for_run_end(desk, runs[0])
-    await _wait_for_deliveries(desk)
+    while runs := [run for session in sessions for run in await backend.unfinished(session)]:
+        await wait_for_run_end(backend, runs[0])
+    await _wait_for_deliveries(backend)
 
 
-async def _wait_for_deliveries(desk: Backend) -> None:
+async def _wait_for_deliveries(backend: Backend) -> None:
     until = asyncio.get_running_loop().time() + DELIVERY_WAIT_SECONDS
     while asyncio.get_running_loop().time() < until:
-        standing = (await desk.deliveries(None, 1)).standing
+        standing = (await backend.deliveries(None, 1)).standing
         if not standing.get("pending") and not standing.get("sending"):
             return
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def wait_for_delivery(desk: Backend, delivery: DeliveryView) -> DeliveryView:
+async def wait_for_delivery(backend: Backend, delivery: DeliveryView) -> DeliveryView:
     """Wait until a retried delivery was sent or failed, for a few seconds at most; return its current state."""
     until = asyncio.get_running_loop().time() + DELIVERY_WAIT_SECONDS
     while True:
-        page = await desk.deliveries(None, DELIVERY_PAGE_ROWS)
+        page = await backend.deliveries(None, DELIVERY_PAGE_ROWS)
         now = next((found for found in page.deliveries if found.key == delivery.key), delivery)
         if now.state not in {"pending", "sending"} or asyncio.get_running_loop().time() > until:
             return now
@@ -92,7 +92,7 @@ async def wait_for_delivery(desk: Backend, delivery: DeliveryView) -> DeliveryVi
 
 
 async def wait_for_task(
-    desk: Backend, session: str, run_id: str, seconds: float | None, tell: Callable[[TaskView], None]
+    backend: Backend, session: str, run_id: str, seconds: float | None, tell: Callable[[TaskView], None]
 ) -> TaskView | None:
     """Wait until a task has settled or the time is over, and return it; `tell` is called for every phase.
 
@@ -102,7 +102,7 @@ async def wait_for_task(
     until = None if seconds is None else loop.time() + seconds
     phase = None
     while True:
-        task = next((task for task in await desk.tasks(session) if task.run_id == run_id), None)
+        task = next((task for task in await backend.tasks(session) if task.run_id == run_id), None)
         if task is None:
             return None
         if task.phase != phase:
@@ -111,14 +111,14 @@ async def wait_for_task(
         left = RUN_WAIT_SECONDS if until is None else until - loop.time()
         if phase == "settled" or left <= 0:
             return task
-        first = await wait_for_run_if_exists(desk, run_id, min(left, RUN_WAIT_SECONDS))
+        first = await wait_for_run_if_exists(backend, run_id, min(left, RUN_WAIT_SECONDS))
         if first is None or first.has_ended:  # other runs continue the task
             await asyncio.sleep(min(left, POLL_SECONDS))
 
 
-async def wait_for_run_if_exists(desk: Backend, run_id: str, seconds: float) -> RunView | None:
+async def wait_for_run_if_exists(backend: Backend, run_id: str, seconds: float) -> RunView | None:
     """Wait for a run; return None if it was deleted with its session."""
     try:
-        return await desk.wait(run_id, seconds)
+        return await backend.wait(run_id, seconds)
     except NotFound:
         return None

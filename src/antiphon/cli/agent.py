@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from antiphon.operations.types import IncomingMessage, RunView
 
 
-@click.command(help="Let an agent do one thing, and print its answer.")
-@click.option("--message", "text", required=True, metavar="TEXT", help="What to do.")
-@click.option("--agent", metavar="ID", help="Who; default: the default agent.")
-@click.option("--session", "key", metavar="KEY", help="In which session; default: the agent's main one.")
+@click.command(help="Send one message to an agent and print the answer.")
+@click.option("--message", "text", required=True, metavar="TEXT", help="Message to send.")
+@click.option("--agent", metavar="ID", help="Agent to use; default: the default agent.")
+@click.option("--session", "key", metavar="KEY", help="Session to use; default: the agent's main session.")
 @click.option(
     "--timeout",
     type=FiniteNumberParam("seconds", 0, MAX_WAIT_SECONDS, min_open=True),
     metavar="SECONDS",
-    help="End the run after so long; default: as configured.",
+    help="Stop the run after this time; default: from the configuration.",
 )
 @gateway_options
 @common_options
@@ -41,12 +41,12 @@ async def _submit_and_wait(settings: Settings, message: IncomingMessage) -> RunV
     from antiphon.cli._backend import open_backend_for_messages, remember_replicas
     from antiphon.cli._wait import explain_early_exit, print_accepted_run, wait_for_run_end
 
-    async with open_backend_for_messages(settings) as (desk, gateway):
+    async with open_backend_for_messages(settings) as (backend, gateway):
         hosted = gateway is None
         await remember_replicas(settings, gateway)
         with explain_early_exit(message.session, hosted=hosted):
-            accepted = await desk.submit(message)
+            accepted = await backend.submit(message)
         if not settings.json:
             print_accepted_run(accepted.run_id, accepted.session_key)
         with explain_early_exit(accepted.session_key, hosted=hosted, run_id=accepted.run_id):
-            return await wait_for_run_end(desk, accepted.run_id)
+            return await wait_for_run_end(backend, accepted.run_id)

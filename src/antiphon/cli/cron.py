@@ -33,12 +33,12 @@ def command() -> None: ...
 @common_options
 @click.pass_obj
 def list_jobs(settings: Settings) -> None:
-    """Every job, the oldest first."""
+    """List all jobs, oldest first."""
     from antiphon.cli._job_backend import open_jobs_for_reading
 
     async def jobs() -> Sequence[JobView]:
-        async with open_jobs_for_reading(settings) as timetable:
-            return await timetable.list()
+        async with open_jobs_for_reading(settings) as jobs:
+            return await jobs.list()
 
     found = asyncio.run(jobs())
     if settings.json:
@@ -107,8 +107,8 @@ def _add_schedule_options(function: F) -> F:
 
 
 @command.command()
-@click.option("--name", required=True, help="What to call it.")
-@click.option("--message", required=True, metavar="TEXT", help="What is said when it fires.")
+@click.option("--name", required=True, help="Name of the job.")
+@click.option("--message", required=True, metavar="TEXT", help="Message to send when the job fires.")
 @click.option("--announce", is_flag=True, help="Also post each answer to a chat.")
 @_add_schedule_options
 @gateway_options
@@ -125,7 +125,7 @@ def add(
     tz: str | None,
     **delivery: Any,
 ) -> None:
-    """Say something to an agent by the clock, each job in a session of its own."""
+    """Schedule messages to an agent. Each job has a session of its own."""
     from antiphon.cli._job_backend import open_jobs_for_changes
 
     job: dict[str, Any] = {
@@ -137,8 +137,8 @@ def add(
     }
 
     async def added() -> JobView:
-        async with open_jobs_for_changes(settings) as timetable:
-            return await timetable.add(job)
+        async with open_jobs_for_changes(settings) as jobs:
+            return await jobs.add(job)
 
     view = asyncio.run(added())
     if settings.json:
@@ -195,7 +195,7 @@ def edit(
 @common_options
 @click.pass_obj
 def enable(settings: Settings, job: str) -> None:
-    """Let a job fire again. Missed firings are not made up for."""
+    """Enable a job. Missed runs are not made up for."""
     _print_changed_job(
         settings, asyncio.run(_update_job(settings, job, lambda _: {"enabled": True})), "Enabled"
     )
@@ -207,7 +207,7 @@ def enable(settings: Settings, job: str) -> None:
 @common_options
 @click.pass_obj
 def disable(settings: Settings, job: str) -> None:
-    """Keep a job, but do not let it fire."""
+    """Disable a job without removing it."""
     _print_changed_job(
         settings, asyncio.run(_update_job(settings, job, lambda _: {"enabled": False})), "Disabled"
     )
@@ -218,9 +218,9 @@ async def _update_job(
 ) -> JobView:
     from antiphon.cli._job_backend import find_job, open_jobs_for_changes
 
-    async with open_jobs_for_changes(settings) as timetable:
-        view = await find_job(timetable, reference)
-        return await timetable.update(view.id, changes(view))
+    async with open_jobs_for_changes(settings) as jobs:
+        view = await find_job(jobs, reference)
+        return await jobs.update(view.id, changes(view))
 
 
 def _replace_message(view: JobView, message: str) -> dict[str, Any]:
@@ -253,9 +253,9 @@ def runs(settings: Settings, job: str, limit: int) -> None:
     from antiphon.cli._job_backend import find_job, open_jobs_for_reading
 
     async def find_runs() -> tuple[JobView, Sequence[RunView]]:
-        async with open_jobs_for_reading(settings) as timetable:
-            view = await find_job(timetable, job)
-            return view, await timetable.list_runs(view.id, limit)
+        async with open_jobs_for_reading(settings) as jobs:
+            view = await find_job(jobs, job)
+            return view, await jobs.list_runs(view.id, limit)
 
     view, found = asyncio.run(find_runs())
     if settings.json:
@@ -284,9 +284,9 @@ def _build_schedule(
     every: int | None, at: str | None, expression: str | None, tz: str | None
 ) -> dict[str, Any]:
     if sum(given is not None for given in (every, at, expression)) != 1:
-        raise click.UsageError("Say when, with exactly one of --every, --at and --cron.")
+        raise click.UsageError("No schedule given. Use exactly one of --every, --at and --cron.")
     if tz is not None and expression is None:
-        raise click.UsageError("--tz is for --cron; write the offset into --at.")
+        raise click.UsageError("--tz applies only to --cron. Put the UTC offset into --at instead.")
     if expression is not None:
         return {"kind": "cron", "expr": expression, **({"tz": tz} if tz else {})}
     return {"kind": "every", "everyMs": every} if every is not None else {"kind": "at", "at": at}
@@ -295,9 +295,9 @@ def _build_schedule(
 def _build_delivery(announce: bool, channel: str | None, to: str | None) -> dict[str, Any]:
     where = {name: given for name, given in (("channel", channel), ("to", to)) if given is not None}
     if where and not announce:
-        raise click.UsageError("--channel and --to say where --announce goes; add that, or leave them out.")
+        raise click.UsageError("--channel and --to need --announce.")
     if to is not None and channel is None:
-        raise click.UsageError("--to is somebody in a channel; say which, with --channel.")
+        raise click.UsageError("--to needs --channel.")
     return {"mode": "announce", **where} if announce else {"mode": "none"}
 
 
@@ -307,13 +307,13 @@ def _build_delivery(announce: bool, channel: str | None, to: str | None) -> dict
 @common_options
 @click.pass_obj
 def remove(settings: Settings, job: str) -> None:
-    """Forget a job. What it has run stays."""
+    """Remove a job. Its past runs are kept."""
     from antiphon.cli._job_backend import find_job, open_jobs_for_changes
 
     async def removed() -> JobView:
-        async with open_jobs_for_changes(settings) as timetable:
-            view = await find_job(timetable, job)
-            await timetable.remove(view.id)
+        async with open_jobs_for_changes(settings) as jobs:
+            view = await find_job(jobs, job)
+            await jobs.remove(view.id)
             return view
 
     view = asyncio.run(removed())
@@ -329,7 +329,7 @@ def remove(settings: Settings, job: str) -> None:
 @common_options
 @click.pass_obj
 def run(settings: Settings, job: str) -> int:
-    """Fire a job now. Without a gateway this stays until its run has ended."""
+    """Run a job now. Without a gateway, wait until the run has ended."""
     from antiphon.cli._job_backend import fire_job
 
     done = asyncio.run(fire_job(settings, job))

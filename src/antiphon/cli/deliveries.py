@@ -22,16 +22,16 @@ MAX_TEXT_CHARS = 60  # of a text in a table on a terminal; --json shows more of 
 
 def _add_filter_options(function: F) -> F:
     for option in (
-        click.option("--cursor", help="Go on after an earlier page."),
+        click.option("--cursor", help="Continue after an earlier page."),
         click.option("--limit", type=click.IntRange(1, 500), default=50, show_default=True),
-        click.option("--state", type=click.Choice(DELIVERY_STATES), help="Only these."),
+        click.option("--state", type=click.Choice(DELIVERY_STATES), help="Only deliveries in this state."),
     ):
         function = option(function)
     return function
 
 
 @click.group(
-    help="See what is on its way to people, and send again what did not get there. Alone: as `list`.",
+    help="List deliveries to people and retry failed ones. Without a subcommand: `list`.",
     invoke_without_command=True,
 )
 @_add_filter_options
@@ -49,7 +49,7 @@ def command(ctx: click.Context, state: str | None, limit: int, cursor: str | Non
 @common_options
 @click.pass_obj
 def list_deliveries(settings: Settings, state: str | None, limit: int, cursor: str | None) -> None:
-    """Deliveries, the newest first."""
+    """List deliveries, newest first."""
     _show_deliveries(settings, state, limit, cursor)
 
 
@@ -58,7 +58,7 @@ def _show_deliveries(settings: Settings, state: str | None, limit: int, cursor: 
     if settings.json:
         _output.print_json(page)
     elif not page.deliveries:
-        click.echo(f"No deliveries that are {state}." if state else "No deliveries.")
+        click.echo(f"No {state} deliveries." if state else "No deliveries.")
     else:
         _print_page(page)
 
@@ -66,8 +66,8 @@ def _show_deliveries(settings: Settings, state: str | None, limit: int, cursor: 
 async def _load_page(settings: Settings, state: str | None, limit: int, cursor: str | None) -> DeliveryPage:
     from antiphon.cli._backend import open_backend_for_reading
 
-    async with open_backend_for_reading(settings) as desk:
-        return await desk.deliveries(state, limit, cursor)
+    async with open_backend_for_reading(settings) as backend:
+        return await backend.deliveries(state, limit, cursor)
 
 
 def _print_page(page: DeliveryPage) -> None:
@@ -105,7 +105,7 @@ def _format_attempts(delivery: DeliveryView) -> str:
 @common_options
 @click.pass_obj
 def retry(settings: Settings, key: str) -> int:
-    """Send once more what is dead, ambiguous or blocked. What is ambiguous may arrive a second time."""
+    """Retry a dead, ambiguous or blocked delivery. What is ambiguous may arrive a second time."""
     delivery = asyncio.run(_retry_delivery(settings, key))
     if settings.json:
         _output.print_json(delivery)
@@ -123,5 +123,5 @@ async def _retry_delivery(settings: Settings, key: str) -> DeliveryView:
     from antiphon.cli._backend import open_backend_for_messages
     from antiphon.cli._wait import wait_for_delivery
 
-    async with open_backend_for_messages(settings) as (desk, _):
-        return await wait_for_delivery(desk, await desk.deliver_again(key))
+    async with open_backend_for_messages(settings) as (backend, _):
+        return await wait_for_delivery(backend, await backend.deliver_again(key))

@@ -61,7 +61,7 @@ def _show_exchanges(
     if settings.json:
         _output.print_json(page)
     elif not page.exchanges:
-        click.echo("No exchanges that still go on." if unsettled else "No exchanges.")
+        click.echo("No unfinished exchanges." if unsettled else "No exchanges.")
     else:
         _print_page(page)
 
@@ -83,8 +83,8 @@ def show(settings: Settings, id: str) -> None:
 async def _load_detail(settings: Settings, id: str) -> ExchangeDetail:
     from antiphon.cli._backend import open_backend_for_reading
 
-    async with open_backend_for_reading(settings) as desk:
-        return await desk.exchange(id)
+    async with open_backend_for_reading(settings) as backend:
+        return await backend.exchange(id)
 
 
 def _print_detail(detail: ExchangeDetail) -> None:
@@ -112,8 +112,8 @@ async def _load_page(
 ) -> ExchangePage:
     from antiphon.cli._backend import open_backend_for_reading
 
-    async with open_backend_for_reading(settings) as desk:
-        return await desk.exchanges(session, unsettled=unsettled, limit=limit, cursor=cursor)
+    async with open_backend_for_reading(settings) as backend:
+        return await backend.exchanges(session, unsettled=unsettled, limit=limit, cursor=cursor)
 
 
 def _print_page(page: ExchangePage) -> None:

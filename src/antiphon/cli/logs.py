@@ -19,7 +19,7 @@ MAX_LINES = 100_000
 CONTEXT_FIELDS = ("run_id", "session_key")
 
 
-@click.command(help="Show the end of the log in the state directory, and follow it with -f.")
+@click.command(help="Show the end of the log in the state directory.")
 @click.option("-f", "--follow", is_flag=True, help="Print new lines as they are logged, until Ctrl-C.")
 @click.option("-n", "--lines", type=click.IntRange(0, MAX_LINES), default=50, show_default=True)
 @common_options
@@ -80,13 +80,13 @@ def _inode_of(log: TextIO) -> int:
 def _print_log_line(settings: Settings, text: str) -> None:
     """Print a line of the log, as plain text unless `--json` is given."""
     try:
-        given: Any = json.loads(text)
+        decoded: Any = json.loads(text)
     except ValueError:
-        given = None
-    if settings.json or not isinstance(given, dict):
+        decoded = None
+    if settings.json or not isinstance(decoded, dict):
         click.echo(_output.clean_text(text.rstrip("\n")))
         return
-    entry = cast("dict[str, Any]", given)
+    entry = cast("dict[str, Any]", decoded)
     about = "".join(f" {name}={entry[name]}" for name in CONTEXT_FIELDS if entry.get(name))
     when, level = str(entry.get("time", ""))[:19], str(entry.get("level", ""))
     click.echo(

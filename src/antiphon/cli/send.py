@@ -21,7 +21,8 @@ MAX_REPLY_WAIT_SECONDS = 3600  # how long one session may wait for another
 
 
 @click.command(
-    help="Say something to a session, or let one session say it to another (--from). It is durable when this says so."
+    help="Send a message to a session, as yourself or from another session (--from). It is stored durably before it is "
+    "reported as accepted."
 )
 @click.argument("session")
 @click.argument("text")
@@ -30,21 +31,25 @@ MAX_REPLY_WAIT_SECONDS = 3600  # how long one session may wait for another
     "seconds",
     type=FiniteNumberParam("seconds", 0, MAX_WAIT_SECONDS),
     metavar="SECONDS",
-    help="Wait so long for the answer, and print it.",
+    help="Wait for the answer and print it.",
 )
 @click.option(
-    "--key", metavar="IDEMPOTENCY", help="Said again with the same key, it is the same message; default: new."
+    "--key", metavar="IDEMPOTENCY", help="Idempotency key: a repeated key does not send the message again."
 )
 @click.option(
     "--from",
     "sender",
     metavar="SESSION",
-    help="The session that says it; the two may then answer each other.",
+    help="Session that sends the message; the two can then reply to each other.",
 )
 @click.option(
-    "--reply-back", type=click.IntRange(0, 5), metavar="N", help="With --from: at most N turns of that."
+    "--reply-back", type=click.IntRange(0, 5), metavar="N", help="With --from: maximum number of reply turns."
 )
-@click.option("--no-announce", is_flag=True, help="With --from: nothing is told to the other one's chat.")
+@click.option(
+    "--no-announce",
+    is_flag=True,
+    help="With --from: do not announce the outcome in the other session's chat.",
+)
 @gateway_options
 @common_options
 @click.pass_obj
@@ -64,13 +69,13 @@ def command(
     validate_idempotency_key(key)
     if sender is None:
         if reply_back is not None or no_announce:
-            raise click.UsageError("--reply-back and --no-announce are for what is said --from a session.")
+            raise click.UsageError("--reply-back and --no-announce need --from.")
         return _send_as_operator(
             settings, IncomingMessage(session=session, content=text, idempotency_key=key), seconds
         )
     if seconds is not None and seconds > MAX_REPLY_WAIT_SECONDS:
         raise click.UsageError(f"With --from, --wait is at most {MAX_REPLY_WAIT_SECONDS} seconds.")
-    wanted = SendRequest(
+    request = SendRequest(
         session=session,
         message=text,
         timeout_seconds=seconds or 0,
@@ -78,7 +83,7 @@ def command(
         reply_back=reply_back,
         announce="none" if no_announce else "target",
     )
-    sent, view = asyncio.run(_send_between_sessions(settings, wanted, sender))
+    sent, view = asyncio.run(_send_between_sessions(settings, request, sender))
     return _print_exchange_outcome(settings, sent, view, seconds or 0)
 
 
@@ -99,47 +104,47 @@ async def _submit_message(
     from antiphon.cli._backend import open_backend_for_messages, remember_replicas
     from antiphon.cli._wait import explain_early_exit, print_accepted_run, wait_for_run_end
 
-    async with open_backend_for_messages(settings) as (desk, gateway):
+    async with open_backend_for_messages(settings) as (backend, gateway):
         hosted = gateway is None
         if seconds:
             await remember_replicas(settings, gateway)
         # The message may be accepted before the acknowledgement arrives.
         with explain_early_exit(message.session, hosted=hosted):
-            accepted = await desk.submit(message)
+            accepted = await backend.submit(message)
         if seconds and not settings.json:
             print_accepted_run(accepted.run_id, accepted.session_key)
         with explain_early_exit(accepted.session_key, hosted=hosted, run_id=accepted.run_id):
             # Only this process can answer, so it stays until the run has ended.
             if seconds is None and hosted:
-                return accepted, await wait_for_run_end(desk, accepted.run_id)
-            return accepted, await desk.wait(accepted.run_id, seconds or 0)
+                return accepted, await wait_for_run_end(backend, accepted.run_id)
+            return accepted, await backend.wait(accepted.run_id, seconds or 0)
 
 
 async def _send_between_sessions(
-    settings: Settings, wanted: SendRequest, sender: str
+    settings: Settings, request: SendRequest, sender: str
 ) -> tuple[SendResult, RunView]:
     import msgspec
 
     from antiphon.cli._backend import open_backend_for_messages
-    from antiphon.cli._ensure_session import ensure_session_exists
+    from antiphon.cli._references import ensure_session_exists
     from antiphon.cli._wait import explain_early_exit, print_accepted_run, wait_until_idle
 
-    target = wanted.session or ""
-    async with open_backend_for_messages(settings) as (desk, gateway):
+    target = request.session or ""
+    async with open_backend_for_messages(settings) as (backend, gateway):
         for session in (sender, target):
-            await ensure_session_exists(desk, session)
+            await ensure_session_exists(backend, session)
         with explain_early_exit(target, hosted=gateway is None):
-            sent = await desk.send(msgspec.structs.replace(wanted, timeout_seconds=0), sender)
-        if wanted.timeout_seconds and not settings.json:
+            sent = await backend.send(msgspec.structs.replace(request, timeout_seconds=0), sender)
+        if request.timeout_seconds and not settings.json:
             print_accepted_run(sent.run_id, sent.session_key)
         with explain_early_exit(sent.session_key, hosted=gateway is None, run_id=sent.run_id):
             # The same idempotency key is the same message, so this call only waits.
-            if wanted.timeout_seconds:
-                sent = await desk.send(wanted, sender)
+            if request.timeout_seconds:
+                sent = await backend.send(request, sender)
             # As above, and the exchange may have further turns.
             if gateway is None and sent.status != "timeout":
-                await wait_until_idle(desk, sender, sent.session_key)
-            return sent, await desk.wait(sent.run_id, 0)
+                await wait_until_idle(backend, sender, sent.session_key)
+            return sent, await backend.wait(sent.run_id, 0)
 
 
 def print_run_outcome(settings: Settings, view: RunView, seconds: float = 0) -> int:

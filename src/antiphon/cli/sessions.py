@@ -23,7 +23,7 @@ MAX_ACTIVE_MINUTES = 1e9  # about 1900 years; earlier times have no number in th
 MAX_ENTRY_NUMBER = 2**53  # larger than the number of any entry
 
 
-@click.group(help="List, read, find, name, delete, export and import conversations.")
+@click.group(help="List, read, search, label, delete, export and import sessions.")
 @common_options
 def command() -> None: ...
 
@@ -40,18 +40,18 @@ for one in (*_sessions_edit.EDIT_COMMANDS, *_sessions_transfer.TRANSFER_COMMANDS
     type=click.Choice(SESSION_KINDS),
     help="Only this kind; may be repeated.",
 )
-@click.option("--agent", metavar="ID", help="Only this agent's.")
+@click.option("--agent", metavar="ID", help="Only sessions of this agent.")
 @click.option(
     "--active",
     type=FiniteNumberParam("minutes", 0, MAX_ACTIVE_MINUTES, min_open=True),
     metavar="MIN",
-    help="Only those active in the last MIN minutes.",
+    help="Only sessions active in the last MIN minutes.",
 )
-@click.option("--search", metavar="WORDS", help="Only those whose names begin with these words.")
-@click.option("--label", help="Only those with this label.")
+@click.option("--search", metavar="WORDS", help="Only sessions with names that start with these words.")
+@click.option("--label", help="Only sessions with this label.")
 @click.option("--limit", type=click.IntRange(1, 200), default=50, show_default=True)
-@click.option("--archived", is_flag=True, help="Archived ones too.")
-@click.option("--cursor", help="Go on after an earlier page.")
+@click.option("--archived", is_flag=True, help="Include archived sessions.")
+@click.option("--cursor", help="Continue after an earlier page.")
 @gateway_options
 @common_options
 @click.pass_obj
@@ -66,8 +66,8 @@ def list_sessions(
     archived: bool,
     cursor: str | None,
 ) -> None:
-    """Sessions, the most recent first."""
-    wanted = ListFilter(
+    """List sessions, most recent first."""
+    filters = ListFilter(
         kinds=kinds or None,
         agent_id=agent,
         active_minutes=active,
@@ -77,18 +77,18 @@ def list_sessions(
         include_archived=archived,
         cursor=cursor,
     )
-    page = asyncio.run(_load_page(settings, wanted))
+    page = asyncio.run(_load_page(settings, filters))
     if settings.json:
         _output.print_json(page)
     else:
         _print_page(page)
 
 
-async def _load_page(settings: Settings, wanted: ListFilter) -> SessionPage:
+async def _load_page(settings: Settings, filters: ListFilter) -> SessionPage:
     from antiphon.cli._backend import open_backend_for_reading
 
-    async with open_backend_for_reading(settings) as desk:
-        return await desk.list(wanted)
+    async with open_backend_for_reading(settings) as backend:
+        return await backend.list(filters)
 
 
 def _print_page(page: SessionPage) -> None:
@@ -114,8 +114,8 @@ def _print_page(page: SessionPage) -> None:
 @command.command()
 @click.argument("key")
 @click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True)
-@click.option("--tools", is_flag=True, help="Show what tools returned, too.")
-@click.option("--all", "everything", is_flag=True, help="Show what was not meant for people, too.")
+@click.option("--tools", is_flag=True, help="Include tool results.")
+@click.option("--all", "everything", is_flag=True, help="Include internal messages.")
 @click.option(
     "--before",
     type=click.IntRange(1, MAX_ENTRY_NUMBER),
@@ -130,13 +130,16 @@ def _print_page(page: SessionPage) -> None:
     "roles",
     multiple=True,
     type=click.Choice(get_args(EntryRole)),
-    help="Only of this role; may be repeated.",
+    help="Only entries of this role; may be repeated.",
 )
 @click.option(
-    "--since", type=TimeParam(), metavar="TIME", help="Only since then, such as 2h (ago) or 2026-08-01T09:00."
+    "--since",
+    type=TimeParam(),
+    metavar="TIME",
+    help="Only entries since then, such as 2h (ago) or 2026-08-01T09:00.",
 )
-@click.option("--errors", is_flag=True, help="Only what failed, tools too.")
-@click.option("--tool", metavar="NAME", help="Only answers that called this tool, and what it returned.")
+@click.option("--errors", is_flag=True, help="Only failed runs and tool calls.")
+@click.option("--tool", metavar="NAME", help="Only calls of this tool and their results.")
 @gateway_options
 @common_options
 @click.pass_obj
@@ -153,10 +156,10 @@ def history(
     errors: bool,
     tool: str | None,
 ) -> None:
-    """What was said in a session. KEY is its key, its session id or its label."""
+    """Show the messages of a session. KEY is its key, session id or label."""
     if before is not None and after is not None:
-        raise click.UsageError("--before and --after read in two directions; keep one of them.")
-    wanted = HistoryFilter(
+        raise click.UsageError("--before and --after cannot be combined. Keep one of them.")
+    filters = HistoryFilter(
         limit=limit,
         include_tools=tools,
         before=before,
@@ -167,7 +170,7 @@ def history(
         tool=tool,
         without_internal=not everything,
     )
-    page, known = asyncio.run(_load_history(settings, key, wanted))
+    page, known = asyncio.run(_load_history(settings, key, filters))
     if settings.json:
         _output.print_json(page)
         return
@@ -182,27 +185,27 @@ def history(
         )
     if page.next_cursor:
         way = "--before" if after is None else "--after"
-        sure = "may be" if wanted.is_narrow else "is"
+        sure = "may be" if filters.is_narrow else "is"
         click.echo(_output.dim(f"There {sure} more: {way} {_output.clean_line(str(page.next_cursor))}"))
 
 
 async def _load_history(
-    settings: Settings, key: str, wanted: HistoryFilter
+    settings: Settings, key: str, filters: HistoryFilter
 ) -> tuple[HistoryPage, speakers.KnownSpeakers]:
     from antiphon.cli._backend import open_backend_for_reading
 
-    async with open_backend_for_reading(settings) as desk:
-        page = await desk.history(key, wanted)
+    async with open_backend_for_reading(settings) as backend:
+        page = await backend.history(key, filters)
         known = speakers.KnownSpeakers(page.session_key)
         if not settings.json:
-            await speakers.look_up_speakers(desk, page.messages, known)
+            await speakers.look_up_speakers(backend, page.messages, known)
         return page, known
 
 
 @command.command()
 @click.argument("words", nargs=-1, required=True)
-@click.option("--session", metavar="KEY", help="Only in this session, its earlier conversations too.")
-@click.option("--agent", metavar="ID", help="Only in this agent's sessions.")
+@click.option("--session", metavar="KEY", help="Search only this session, including its past conversations.")
+@click.option("--agent", metavar="ID", help="Search only this agent's sessions.")
 @click.option("--limit", type=click.IntRange(1, 25), default=10, show_default=True)
 @gateway_options
 @common_options
@@ -210,7 +213,7 @@ async def _load_history(
 def search(
     settings: Settings, words: Sequence[str], session: str | None, agent: str | None, limit: int
 ) -> None:
-    """What was said with all these WORDS in it, the latest first. Quotes within them make a phrase."""
+    """Search for messages with all WORDS, latest first. Quote words to search for a phrase."""
     page = asyncio.run(_search_messages(settings, " ".join(words), session, agent, limit))
     if settings.json:
         _output.print_json(page)
@@ -223,9 +226,9 @@ async def _search_messages(
 ) -> SearchPage:
     from antiphon.cli._backend import open_backend_for_search
 
-    async with open_backend_for_search(settings) as desk:
-        only = None if session is None else (await desk.describe(session)).key
-        return await desk.search(query, session=only, agent_id=agent, limit=limit)
+    async with open_backend_for_search(settings) as backend:
+        only = None if session is None else (await backend.describe(session)).key
+        return await backend.search(query, session=only, agent_id=agent, limit=limit)
 
 
 def _print_search_results(page: SearchPage) -> None:
@@ -237,7 +240,7 @@ def _print_search_results(page: SearchPage) -> None:
     if not page.results:
         click.echo("Nothing was found.")
     if page.indexing:
-        click.echo(_output.dim("What was said last cannot be found yet; try again in a moment."))
+        click.echo(_output.dim("The latest messages are not indexed yet. Try again in a moment."))
     if page.truncated:
         click.echo(_output.dim("There may be more: give more words, or a --session."))
 
@@ -248,7 +251,7 @@ def _print_search_results(page: SearchPage) -> None:
 @common_options
 @click.pass_obj
 def past(settings: Settings, key: str) -> None:
-    """The conversations a session has had, the newest first. `history` reads each by its id."""
+    """List the conversations of a session, newest first. `sessions history ID` shows one of them."""
     conversations = asyncio.run(_load_conversations(settings, key))
     if settings.json:
         _output.print_json(conversations)
@@ -266,5 +269,5 @@ def _format_end_time(conversation: ConversationView) -> str:
 async def _load_conversations(settings: Settings, key: str) -> list[ConversationView]:
     from antiphon.cli._backend import open_backend_for_reading
 
-    async with open_backend_for_reading(settings) as desk:
-        return await desk.conversations(key)
+    async with open_backend_for_reading(settings) as backend:
+        return await backend.conversations(key)

@@ -63,21 +63,26 @@ class WaitSecondsParam(FiniteNumberParam):
 
 
 @click.command(
-    help="Start a sub-agent with a session of its own. It reports by itself to the session it is for."
+    help="Start a sub-agent in a session of its own. It reports its result to the requesting session."
 )
 @click.argument("task")
-@click.option("--agent", metavar="ID", help="Which agent; default: that of the session.")
+@click.option("--agent", metavar="ID", help="Agent to spawn; default: the agent of the session.")
 @click.option(
-    "--for", "requester", metavar="SESSION", default="main", show_default=True, help="Who gets the report."
+    "--for",
+    "requester",
+    metavar="SESSION",
+    default="main",
+    show_default=True,
+    help="Session that receives the report.",
 )
-@click.option("--label", metavar="NAME", help="A short name for it.")
-@click.option("--model", metavar="PROVIDER/MODEL", help="Instead of the agent's own.")
-@click.option("--thinking", type=click.Choice(THINKING_LEVELS), help="How much it is to think.")
+@click.option("--label", metavar="NAME", help="Short name of the sub-agent.")
+@click.option("--model", metavar="PROVIDER/MODEL", help="Model to use instead of the agent's.")
+@click.option("--thinking", type=click.Choice(THINKING_LEVELS), help="Thinking level.")
 @click.option(
     "--timeout",
     type=FiniteNumberParam("seconds", 0, MAX_TASK_SECONDS),
     metavar="SECONDS",
-    help="Stop it after so long; default: as configured.",
+    help="Stop the sub-agent after this time; default: from the configuration.",
 )
 @click.option(
     "--attach",
@@ -85,21 +90,21 @@ class WaitSecondsParam(FiniteNumberParam):
     multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="A file for its workspace; may be repeated.",
+    help="File to copy into its workspace; may be repeated.",
 )
 @click.option(
     "--cleanup",
     type=click.Choice(["delete", "keep"]),
     default="keep",
     show_default=True,
-    help="Whether its transcript is deleted after the report.",
+    help="What happens to the transcript after the report.",
 )
 @click.option(
     "--announce",
     type=click.Choice(["channel", "parent", "none"]),
     default="channel",
     show_default=True,
-    help="Who hears of it: the session's chat, only the session (which it wakes), or nobody.",
+    help="Where the report goes: to the session's chat, only to the session (waking it), or nowhere.",
 )
 @click.option(
     "--wait",
@@ -108,36 +113,36 @@ class WaitSecondsParam(FiniteNumberParam):
     is_flag=False,
     flag_value=math.inf,
     metavar="[SECONDS]",
-    help="Wait for the report, and print it.",
+    help="Wait for the report and print it.",
 )
 @click.option(
-    "--key", metavar="IDEMPOTENCY", help="Asked again with the same key, it is the same one; default: new."
+    "--key", metavar="IDEMPOTENCY", help="Idempotency key: a repeated key does not start another one."
 )
 @gateway_options
 @common_options
 @click.pass_obj
 def command(
-    settings: Settings, requester: str, files: Sequence[Path], seconds: float | None, **given: Any
+    settings: Settings, requester: str, files: Sequence[Path], seconds: float | None, **options: Any
 ) -> int:
     from antiphon.engine.validation import validate_idempotency_key
     from antiphon.operations.types import SpawnRequest
 
-    validate_idempotency_key(given["key"])
-    if not given["task"].strip():
-        raise InvalidInput("The task is empty.", "Say what is to be done.", field="task")
-    wanted = SpawnRequest(
-        task=given["task"],
-        label=given["label"],
-        agent_id=given["agent"],
-        model=given["model"],
-        thinking=given["thinking"],
-        run_timeout_seconds=given["timeout"],
-        cleanup=given["cleanup"],
-        announce=given["announce"],
+    validate_idempotency_key(options["key"])
+    if not options["task"].strip():
+        raise InvalidInput("The task is empty.", "Describe what to do.", field="task")
+    request = SpawnRequest(
+        task=options["task"],
+        label=options["label"],
+        agent_id=options["agent"],
+        model=options["model"],
+        thinking=options["thinking"],
+        run_timeout_seconds=options["timeout"],
+        cleanup=options["cleanup"],
+        announce=options["announce"],
         attachments=[_read_attachment(path) for path in files],
-        idempotency_key=given["key"],
+        idempotency_key=options["key"],
     )
-    spawned, ended = asyncio.run(_spawn_and_wait(settings, wanted, requester, seconds))
+    spawned, ended = asyncio.run(_spawn_and_wait(settings, request, requester, seconds))
     if seconds is not None and ended:
         return _print_outcome(settings, spawned, ended, seconds)
     if settings.json:
@@ -160,20 +165,20 @@ def _read_attachment(path: Path) -> SpawnAttachment:
 
 
 async def _spawn_and_wait(
-    settings: Settings, wanted: SpawnRequest, requester: str, seconds: float | None
+    settings: Settings, request: SpawnRequest, requester: str, seconds: float | None
 ) -> tuple[SpawnResult, SubagentOutcome | None]:
     from antiphon.cli._backend import open_backend_for_messages, remember_replicas
-    from antiphon.cli._ensure_session import ensure_session_exists
+    from antiphon.cli._references import ensure_session_exists
     from antiphon.cli._wait import explain_early_exit, print_accepted_run
 
-    async with open_backend_for_messages(settings) as (desk, gateway):
-        await ensure_session_exists(desk, requester)
+    async with open_backend_for_messages(settings) as (backend, gateway):
+        await ensure_session_exists(backend, requester)
         silent, hosted = settings.json or seconds is None, gateway is None
         if seconds is not None:
             await remember_replicas(settings, gateway)
         # It may be accepted before the acknowledgement arrives.
         with explain_early_exit(requester, hosted=hosted):
-            spawned = await desk.spawn(wanted, requester)
+            spawned = await backend.spawn(request, requester)
         if seconds is None and gateway:
             return spawned, None
         if not silent:
@@ -181,24 +186,24 @@ async def _spawn_and_wait(
             _print_attachments(spawned, err=True)
         with explain_early_exit(spawned.child_session_key, hosted=hosted, run_id=spawned.run_id):
             ended = await _wait_for_outcome(
-                desk, spawned.run_id, requester, seconds, silent=silent, hosted=hosted
+                backend, spawned.run_id, requester, seconds, silent=silent, hosted=hosted
             )
         return spawned, ended
 
 
 async def _wait_for_outcome(
-    desk: Backend, run_id: str, requester: str, seconds: float | None, *, silent: bool, hosted: bool
+    backend: Backend, run_id: str, requester: str, seconds: float | None, *, silent: bool, hosted: bool
 ) -> SubagentOutcome:
     from antiphon.cli._wait import wait_for_run_if_exists, wait_for_task, wait_until_idle
 
-    patience = None if seconds in {None, math.inf} else seconds
+    timeout = None if seconds in {None, math.inf} else seconds
     shown = _ignore_progress if silent else _print_progress
-    task = await wait_for_task(desk, requester, run_id, patience, shown)
-    report = await desk.task_report(run_id)
+    task = await wait_for_task(backend, requester, run_id, timeout, shown)
+    report = await backend.task_report(run_id)
     # The report is still to be delivered, and only this process can do that.
     if hosted and report is not None:
-        await wait_until_idle(desk, requester)
-    return SubagentOutcome(task, report, await wait_for_run_if_exists(desk, run_id, 0))
+        await wait_until_idle(backend, requester)
+    return SubagentOutcome(task, report, await wait_for_run_if_exists(backend, run_id, 0))
 
 
 def _ignore_progress(_: TaskView) -> None: ...

@@ -21,11 +21,11 @@ STATUS_FIELDS = (
     "version", "pid", "uptimeMs", "stateDir", "connections", "rssBytes", "runs", "cron", "deliveries", "replicas",
 )  # fmt: skip
 FAILURE_DESCRIPTIONS = {
-    "closing": ("stopping", "it takes nothing any more, and is gone soon"),
-    "store": ("database", "cannot be used now, so nothing is accepted; why: antiphon doctor"),
+    "closing": ("stopping", "accepts no new work and ends soon"),
+    "store": ("database", "unavailable, nothing is accepted; run: antiphon doctor"),
     "bus": (
         "bus",
-        "NATS is away: what is said is kept, and new runs wait until it is back; why: antiphon doctor",
+        "NATS is unreachable: messages are stored, new runs wait; run: antiphon doctor",
     ),
 }
 
@@ -37,7 +37,7 @@ class Readiness(msgspec.Struct, frozen=True):
     degraded: list[str] = []
 
 
-@click.command(help="How the gateway is, or what is kept while none runs.")
+@click.command(help="Show the state of the gateway, or of the store if none runs.")
 @gateway_options
 @common_options
 @click.pass_obj
@@ -59,7 +59,7 @@ async def _collect_facts(settings: Settings) -> dict[str, Any]:
     async with client:
         ready = await asyncio.to_thread(read_readiness, client.site.url)
         # Without its store, the gateway would answer only after a long wait, and only with that error.
-        told = (
+        status = (
             _build_unavailable_status(settings)
             if "store" in ready.failing
             else await _fetch_gateway_status(client)
@@ -69,17 +69,17 @@ async def _collect_facts(settings: Settings) -> dict[str, Any]:
             "url": client.site.url,
             "failing": ready.failing,
             "degraded": ready.degraded,
-            **told,
+            **status,
             **({"tokenFile": _get_token_file(settings)} if settings.named_gateway is None else {}),
         }
 
 
 async def _fetch_gateway_status(client: Client) -> dict[str, Any]:
-    told = await client.call("status")
+    status = await client.call("status")
     config = (await client.call("config.get"))["config"]
     shared = all(config.get(part, {}).get("url") for part in ("store", "bus"))
-    facts = {name: told.get(name) for name in STATUS_FIELDS}
-    return {**facts, "shared": shared, "sessions": told["sessions"]["count"]}
+    facts = {name: status.get(name) for name in STATUS_FIELDS}
+    return {**facts, "shared": shared, "sessions": status["sessions"]["count"]}
 
 
 def _build_unavailable_status(settings: Settings) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _format_running(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if "store" not in facts["failing"]:
         yield from _format_gateway_facts(facts)
     if facts.get("tokenFile"):
-        yield "token", f"the owner's is in {facts['tokenFile']}"
+        yield "token", f"owner's token in {facts['tokenFile']}"
 
 
 def _format_gateway_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -155,7 +155,7 @@ def _format_gateway_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "runs", _format_run_counts(runs)
     yield "connections", str(facts["connections"])
     yield "memory", f"{facts['rssBytes'] // 2**20} MiB at most"
-    yield "cron", _format_count(cron["jobs"], "job") + ("" if cron["enabled"] else ", switched off")
+    yield "cron", _format_count(cron["jobs"], "job") + ("" if cron["enabled"] else ", disabled")
     yield from _format_stuck_deliveries(facts)
     yield from _format_replicas(facts)
     yield "state", facts["stateDir"]
@@ -166,12 +166,15 @@ def _format_stopped(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     hosted = any(replica["alive"] for replica in facts.get("replicas", ()))
     yield "gateway", f"not running{' here, but elsewhere' * hosted}; start it with: antiphon up"
     if facts["holder"]:
-        yield "in use", f"by process {facts['holder']}, which is no gateway (a chat, an import)"
+        yield "in use", f"by process {facts['holder']} that is not a gateway (such as a chat or an import)"
     yield "sessions", str(facts["sessions"])
     if hosted or facts["holder"]:
         yield "runs", _format_run_counts(runs)
     else:
-        yield "runs", f"{runs['running']} interrupted, {runs['queued']} queued; they go on at the next start"
+        yield (
+            "runs",
+            f"{runs['running']} interrupted, {runs['queued']} queued; they continue at the next start",
+        )
     yield from _format_stuck_deliveries(facts)
     yield from _format_replicas(facts)
     yield "state", facts["stateDir"]
@@ -185,15 +188,15 @@ def _format_replicas(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield a line for each replica, if several run or could run."""
     replicas: list[dict[str, Any]] = facts.get("replicas") or []
     for replica in replicas if facts.get("shared") or len(replicas) > 1 else ():
-        heard = f"heard of {_output.format_duration(replica.get('lagMs') or 0)} ago"
+        heartbeat = f"last heartbeat {_output.format_duration(replica.get('lagMs') or 0)} ago"
         parts = [
             replica.get("address") or "no address",
             replica.get("version") or "unknown version",
             _format_count(replica["lanes"], "lane"),
-            heard,
+            heartbeat,
         ]
-        parts += [] if replica["alive"] else ["silent: its lanes pass to others"]
-        parts += ["looks after the whole"] if replica["watching"] else []
+        parts += [] if replica["alive"] else ["no heartbeat: other replicas take over its lanes"]
+        parts += ["coordinator"] if replica["watching"] else []
         yield "replica", f"{replica['name']}: {', '.join(parts)}"
 
 

@@ -26,7 +26,7 @@ MAX_TIMEOUT_SECONDS = 3600
     default=30,
     show_default=True,
     metavar="SECONDS",
-    help="How long to wait.",
+    help="Maximum time to wait.",
 )
 @common_options
 @click.pass_obj
@@ -37,41 +37,43 @@ def command(settings: Settings, replicas: bool, timeout: float) -> None:
     from antiphon.store.statedir import StateDir
 
     state_dir = settings.paths.state_dir
-    places = (
+    directories = (
         [state_dir, *sorted((state_dir / REPLICAS_DIRECTORY_NAME).glob("[0-9]*"))]
         if replicas
         else [state_dir]
     )
-    found = {place: note for place in places if (note := find_running_gateway(place))}
+    found = {directory: gateway for directory in directories if (gateway := find_running_gateway(directory))}
     if not found:
         raise NotFound(
             f"No gateway is running in {str(state_dir)!r}.",
             "Choose another directory with --state-dir, or include replicas with --join.",
         )
-    for note in found.values():
+    for gateway in found.values():
         try:
-            os.kill(note.pid, signal.SIGTERM)
+            os.kill(gateway.pid, signal.SIGTERM)
         except ProcessLookupError:
             pass  # it has just ended by itself
         except PermissionError as error:
             raise Forbidden(
-                f"The gateway (process {note.pid}) belongs to another user.", "Stop it as that user."
+                f"The gateway (process {gateway.pid}) belongs to another user.", "Stop it as that user."
             ) from error
     until = time.monotonic() + timeout
     # A zombie process looks alive, but has released its lock.
     while left := [
-        note
-        for place, note in found.items()
-        if is_process_alive(note.pid) and StateDir.open_unlocked(place).holder is not None
+        gateway
+        for directory, gateway in found.items()
+        if is_process_alive(gateway.pid) and StateDir.open_unlocked(directory).holder is not None
     ]:
         if time.monotonic() > until:
             raise Unavailable(
-                f"The gateway (process {left[0].pid}) is still stopping after {timeout:g} s.",
+                f"The gateway (process {left[0].pid}) has not stopped after {timeout:g} s.",
                 f"Wait, or kill it with `kill -9 {left[0].pid}`; nothing is lost.",
                 pid=left[0].pid,
             )
         time.sleep(POLL_SECONDS)
     if settings.json:
-        _output.print_json({"stopped": [{"pid": note.pid, "url": note.url} for note in found.values()]})
-    for note in () if settings.json else found.values():
-        click.echo(f"Stopped the gateway at {note.url} (process {note.pid}).")
+        _output.print_json(
+            {"stopped": [{"pid": gateway.pid, "url": gateway.url} for gateway in found.values()]}
+        )
+    for gateway in () if settings.json else found.values():
+        click.echo(f"Stopped the gateway at {gateway.url} (process {gateway.pid}).")

@@ -22,7 +22,7 @@ BAR_CHARACTERS = 20
 STEP_LABELS = {"copy": "Copying", "check": "Comparing"}
 
 
-@click.group(help="Move everything into another database.")
+@click.group(help="Migrate to another database.")
 @common_options
 def command() -> None: ...
 
@@ -33,22 +33,22 @@ def command() -> None: ...
     "origin",
     metavar="sqlite:[PATH]",
     default="sqlite:",
-    help="The database to move; left out: that of the state directory.",
+    help="Database to migrate; default: the one in the state directory.",
 )
 @click.option(
-    "--to", "goal", metavar="postgres:URL", help="Where to; left out: store.url of the configuration."
+    "--to", "goal", metavar="postgres:URL", help="Target database; default: store.url in the configuration."
 )
 @click.option(
     "--password-file",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Where the password of the user in --to stands.",
+    help="File with the password for --to.",
 )
 @common_options
 @click.pass_obj
 def migrate(settings: Settings, origin: str, goal: str | None, password_file: Path | None) -> None:
-    """Move everything from SQLite into an empty PostgreSQL database. The source is not changed.
+    """Migrate an SQLite database into an empty PostgreSQL database. The source is not changed.
 
-    If it is interrupted, give the same command again: it goes on where it stopped.
+    If it is interrupted, run the same command again to continue.
     """
     from antiphon.transfers.postgres_migration import migrate_to_postgres as move
 
@@ -92,7 +92,9 @@ def _get_source_database(settings: Settings, origin: str) -> Path:
 
     scheme, _, path = origin.partition(":")
     if scheme != "sqlite":
-        raise click.UsageError("Only an SQLite database can be moved: --from sqlite:/path/antiphon.db.")
+        raise click.UsageError(
+            "Only an SQLite database can be migrated. Use --from sqlite:/path/antiphon.db."
+        )
     return expand_home(path).resolve() if path else settings.paths.state_dir / DATABASE_FILE_NAME
 
 
@@ -106,7 +108,7 @@ def _get_target_server(config: Config, goal: str | None, password_file: Path | N
     known = build_server(config) if config.store.url is not None else None
     url = _parse_target_url(goal) if goal else None
     if url is None and known is None:
-        raise click.UsageError("Say where to: --to postgres://user@host/database, or set store.url.")
+        raise click.UsageError("No target given. Use --to postgres://user@host/database, or set store.url.")
     server = known if known and url in {None, known.url} else PgServer(str(url))
     return replace(server, password=password_file.read_text("utf-8").strip()) if password_file else server
 
@@ -125,9 +127,9 @@ def _parse_target_url(goal: str) -> str:
         goal,
     )
     if not any(url.startswith(f"{scheme}://") for scheme in STORE_URL_SCHEMES):
-        raise click.UsageError("It can only be moved to PostgreSQL: --to postgres://user@host/database.")
+        raise click.UsageError("Only PostgreSQL can be the target. Use --to postgres://user@host/database.")
     if urlsplit(url).password:
-        raise click.UsageError("Others can see the password in --to: leave it out and use --password-file.")
+        raise click.UsageError("Other users can see a password in --to. Use --password-file instead.")
     return url
 
 
@@ -150,7 +152,7 @@ def _print_result(moved: MigrationResult, tokens: int, server: PgServer) -> None
             f"In {moved.replaced:,} texts U+0000, which PostgreSQL cannot store, was replaced by U+FFFD."
         )
     if tokens:
-        click.echo(f"Tokens that were issued are valid there, too: {tokens:,}.")
+        click.echo(f"Issued tokens that stay valid there: {tokens:,}.")
     click.echo(f"Next: set store.url to the database {server.display_name} and start `antiphon up`.")
 
 
@@ -199,8 +201,8 @@ class _BarProgress:
     def _draw_bar(self, progress: MigrationProgress) -> str:
         full = BAR_CHARACTERS * progress.rows // progress.total
         bar = "#" * full + "-" * (BAR_CHARACTERS - full)
-        said = f"{STEP_LABELS[progress.step]:<9} {progress.table:<13} [{bar}] {progress.rows:>9,} of {progress.total:,}"
-        return said + self._format_pace(progress)
+        line = f"{STEP_LABELS[progress.step]:<9} {progress.table:<13} [{bar}] {progress.rows:>9,} of {progress.total:,}"
+        return line + self._format_pace(progress)
 
     def _format_pace(self, progress: MigrationProgress) -> str:
         """Return the speed and the remaining time; empty while they are unknown."""

@@ -29,7 +29,7 @@ def _add_requester_option(function: F) -> F:
         metavar="SESSION",
         default="main",
         show_default=True,
-        help="Whose sub-agents.",
+        help="Session whose sub-agents are meant.",
     )
     return option(function)
 
@@ -53,7 +53,7 @@ def command(ctx: click.Context, requester: str) -> None:
 @common_options
 @click.pass_obj
 def list_subagents(settings: Settings, requester: str) -> None:
-    """Those at work, and those that ended in the last half hour; the newest first."""
+    """List sub-agents that run or ended in the last 30 minutes, newest first."""
     _show_subagents(settings, requester)
 
 
@@ -62,7 +62,7 @@ def _show_subagents(settings: Settings, requester: str) -> None:
     if settings.json:
         _output.print_json({"subagents": found})
     elif not found:
-        click.echo(f"No sub-agents of {_output.clean_line(requester)} are at work or have ended lately.")
+        click.echo(f"{_output.clean_line(requester)} has no sub-agents that run or ended recently.")
     else:
         rows = [_format_row(number, task) for number, task in enumerate(found, 1)]
         _output.print_table(["LABEL", "STATE", "AGENT", "SINCE", "TOKENS", "ERROR", "RESULT"], rows)
@@ -74,8 +74,8 @@ def _show_subagents(settings: Settings, requester: str) -> None:
 async def _load_tasks(settings: Settings, requester: str) -> list[TaskView]:
     from antiphon.cli._backend import open_backend_for_reading
 
-    async with open_backend_for_reading(settings) as desk:
-        return await desk.tasks(requester)
+    async with open_backend_for_reading(settings) as backend:
+        return await backend.tasks(requester)
 
 
 def _format_row(number: int, task: TaskView) -> list[str]:
@@ -97,7 +97,7 @@ def _format_row(number: int, task: TaskView) -> list[str]:
 @common_options
 @click.pass_obj
 def show(settings: Settings, target: str, requester: str) -> None:
-    """Print one sub-agent with its whole report. TARGET is a label, number, key or run id, or `last`."""
+    """Show a sub-agent with its full report. TARGET is a label, number, key or run id, or `last`."""
     task, report = asyncio.run(_load_report(settings, target, requester))
     if settings.json:
         import msgspec
@@ -125,15 +125,15 @@ async def _load_report(settings: Settings, target: str, requester: str) -> tuple
     from antiphon.cli._backend import open_backend_for_reading
     from antiphon.errors import NotFound
 
-    async with open_backend_for_reading(settings) as desk:
+    async with open_backend_for_reading(settings) as backend:
         try:
-            task = _find_task(target, await desk.tasks(requester))
+            task = _find_task(target, await backend.tasks(requester))
         except NotFound as error:
             try:
-                return None, await desk.task_report(target)  # it may have ended too long ago to be listed
+                return None, await backend.task_report(target)  # it may have ended too long ago to be listed
             except NotFound:
                 raise error from None
-        return task, await desk.task_report(task.run_id)
+        return task, await backend.task_report(task.run_id)
 
 
 @command.command()
@@ -143,29 +143,29 @@ async def _load_report(settings: Settings, target: str, requester: str) -> tuple
 @common_options
 @click.pass_obj
 def kill(settings: Settings, target: str, requester: str) -> None:
-    """Stop one, and everything below it. TARGET is its label, number, key or run id, `last`, or `all`."""
+    """Stop a sub-agent and its own sub-agents. TARGET is a label, number, key or run id, `last` or `all`."""
     killed = asyncio.run(_kill_tasks(settings, target, requester))
     if settings.json:
         _output.print_json({"killed": [task.child_session_key for task in killed]})
     elif not killed:
-        click.echo("Nothing was at work.")
+        click.echo("No sub-agent was running.")
     else:
         names = ", ".join(_output.clean_line(task.name) for task in killed)
-        click.echo(f"Stopped: {names}. What there was comes as a report.")
+        click.echo(f"Stopped: {names}. Their results so far are reported.")
 
 
 async def _kill_tasks(settings: Settings, target: str, requester: str) -> list[TaskView]:
     from antiphon.cli._backend import open_backend_for_messages
 
-    async with open_backend_for_messages(settings) as (desk, gateway):
-        found = await desk.tasks(requester)
+    async with open_backend_for_messages(settings) as (backend, gateway):
+        found = await backend.tasks(requester)
         killed = [task for task in found if task.phase != "settled"]
         if target != ALL_TARGET:
             killed = [_check_running(_find_task(target, found))]
         for task in killed:
-            await desk.stop(task.child_session_key)
+            await backend.stop(task.child_session_key)
         if gateway is None:
-            await _wait_for_tasks(desk, requester, killed)
+            await _wait_for_tasks(backend, requester, killed)
         return killed
 
 
@@ -177,7 +177,7 @@ async def _kill_tasks(settings: Settings, target: str, requester: str) -> list[T
 @common_options
 @click.pass_obj
 def steer(settings: Settings, target: str, message: str, requester: str) -> None:
-    """Let one drop what it does and do MESSAGE instead; its report is then about that."""
+    """Interrupt a sub-agent and give it MESSAGE as its new task."""
     task, run_id = asyncio.run(_steer_task(settings, target, message, requester))
     if settings.json:
         _output.print_json({"runId": run_id, "childSessionKey": task.child_session_key})
@@ -196,8 +196,12 @@ async def _steer_task(settings: Settings, target: str, message: str, requester: 
         return await _steer_without_gateway(settings, target, message, requester)
     async with client:
         task = _check_running(_find_task(target, await client.tasks(requester)))
-        said = {"key": task.child_session_key, "message": message, "idempotencyKey": uuid.uuid4().hex}
-        return task, (await client.call("sessions.steer", said))["runId"]
+        message_fields = {
+            "key": task.child_session_key,
+            "message": message,
+            "idempotencyKey": uuid.uuid4().hex,
+        }
+        return task, (await client.call("sessions.steer", message_fields))["runId"]
 
 
 async def _steer_without_gateway(
@@ -214,26 +218,26 @@ async def _steer_without_gateway(
     await require_no_live_replicas(config, settings.paths.state_dir)
     configure_logging(settings.paths.state_dir, debug=settings.debug)
     async with open_app_operations(config, settings.paths.state_dir) as operations:
-        desk = LocalBackend(operations)
-        task = _check_running(_find_task(target, await desk.tasks(requester)))
-        said = IncomingMessage(session=task.child_session_key, content=message)
-        accepted, _ = await operations.messages.steer(Caller.operator(), said)
-        await _wait_for_tasks(desk, requester, [task])
+        backend = LocalBackend(operations)
+        task = _check_running(_find_task(target, await backend.tasks(requester)))
+        incoming = IncomingMessage(session=task.child_session_key, content=message)
+        accepted, _ = await operations.messages.steer(Caller.operator(), incoming)
+        await _wait_for_tasks(backend, requester, [task])
         return task, accepted.run_id
 
 
-async def _wait_for_tasks(desk: Backend, requester: str, tasks: Sequence[TaskView]) -> None:
+async def _wait_for_tasks(backend: Backend, requester: str, tasks: Sequence[TaskView]) -> None:
     """Wait until the tasks have been reported: without a gateway, only this process can deliver the reports."""
     from antiphon.cli._wait import wait_for_task, wait_until_idle
 
     for task in tasks:
-        await wait_for_task(desk, requester, task.run_id, None, lambda _: None)
-    await wait_until_idle(desk, requester)
+        await wait_for_task(backend, requester, task.run_id, None, lambda _: None)
+    await wait_until_idle(backend, requester)
 
 
 def _find_task(target: str, found: Sequence[TaskView]) -> TaskView:
     """Return the sub-agent that a label, table number, key, run id or `last` refers to."""
-    from antiphon.cli._name_lookup import find_by_name
+    from antiphon.cli._references import find_by_name
 
     if target == "last" and found:
         return found[0]
@@ -257,5 +261,5 @@ def _check_running(task: TaskView) -> TaskView:
     from antiphon.errors import Conflict
 
     if task.phase == "settled":
-        raise Conflict(f"{task.name!r} has ended already.", "See what came of it: `antiphon subagents`.")
+        raise Conflict(f"{task.name!r} has already ended.", "See its result with `antiphon subagents`.")
     return task

@@ -60,7 +60,7 @@ def _read_token_file(settings: Settings) -> TokenRegistry:
 @common_options
 @click.pass_obj
 def list_tokens(settings: Settings) -> None:
-    """Names and scopes; never a token itself."""
+    """List the names and scopes of all tokens."""
     from antiphon.gateway.tokens import TOKEN_FILE_NAME, TokenRegistry
 
     path = settings.paths.state_dir / TOKEN_FILE_NAME
@@ -96,12 +96,12 @@ def _describe_token(record: TokenRecord) -> dict[str, object]:
     multiple=True,
     required=True,
     type=click.Choice(TOKEN_SCOPES),
-    help="What it may do; may be repeated. `write` may read, `admin` may do everything.",
+    help="Permission of the token; may be repeated. `write` includes `read`, `admin` includes both.",
 )
 @common_options
 @click.pass_obj
 def issue(settings: Settings, name: str, scopes: Sequence[str]) -> None:
-    """Make a token. It is printed once, on standard output, and kept nowhere."""
+    """Issue a token. It is printed once and not stored."""
     full = [f"operator.{scope}" for scope in scopes]
     if config := _load_shared_store_config(settings):
         from antiphon.errors import Conflict
@@ -122,7 +122,7 @@ def issue(settings: Settings, name: str, scopes: Sequence[str]) -> None:
         _output.print_json({"name": name, "scopes": full, "token": token})
         return
     click.echo(token)
-    click.echo("Keep it now: it is not shown again.", err=True)
+    click.echo("Store it now: it is not shown again.", err=True)
 
 
 def _is_in_file(settings: Settings, name: str) -> bool:

@@ -33,12 +33,12 @@ No model provider is configured, so the built-in rehearsal model answers: it doe
     "--port",
     type=click.IntRange(0, 65535),
     metavar="N",
-    help="Where to listen; 0 takes any free one. Default: gateway.port of the configuration, else 18789.",
+    help="Port to listen on; 0 picks a free one. Default: gateway.port in the configuration, else 18789.",
 )
 @click.option(
     "--join",
     is_flag=True,
-    help="Be one more replica on store.url and bus.url, beside others that may run on this machine, too.",
+    help="Start another replica on store.url and bus.url; others may run on this machine.",
 )
 @common_options
 @click.pass_obj
@@ -49,32 +49,32 @@ def command(settings: Settings, port: int | None, join: bool) -> None:
 
     loaded = settings.load()
     tracing.configure_export(os.environ)
-    place = (
+    slot = (
         JoinSlot.reserve(loaded, settings.paths.state_dir, port)
         if join
         else JoinSlot(settings.paths.state_dir, port)
     )
-    configure_logging(place.state_dir, debug=settings.debug)
+    configure_logging(slot.state_dir, debug=settings.debug)
     try:
-        run(_run_gateway(settings, loaded, place))
+        run(_run_gateway(settings, loaded, slot))
     except StoreLocked as error:
         raise _make_in_use_error(error, settings.paths.state_dir) from error
 
 
-async def _run_gateway(settings: Settings, loaded: LoadedConfig, place: JoinSlot) -> None:
+async def _run_gateway(settings: Settings, loaded: LoadedConfig, slot: JoinSlot) -> None:
     from antiphon.errors import Unavailable
     from antiphon.gateway.server import serve_gateway
 
     with _stop_on_signal() as stopping:
         async with serve_gateway(
-            loaded.config, place.state_dir, port=place.port, tokens_dir=settings.paths.state_dir
+            loaded.config, slot.state_dir, port=slot.port, tokens_dir=settings.paths.state_dir
         ) as served:
-            place.release_join_lock()
+            slot.release_join_lock()
             with suppress(OSError):  # the reader of the startup output may be gone
-                _print_startup(settings, loaded, place.state_dir, served.url)
-            told = asyncio.create_task(stopping.wait())
-            await asyncio.wait({told, served.ended}, return_when=asyncio.FIRST_COMPLETED)
-            told.cancel()
+                _print_startup(settings, loaded, slot.state_dir, served.url)
+            stop_requested = asyncio.create_task(stopping.wait())
+            await asyncio.wait({stop_requested, served.ended}, return_when=asyncio.FIRST_COMPLETED)
+            stop_requested.cancel()
             if not stopping.is_set():
                 raise Unavailable("The gateway stopped by itself.", "See the log for the reason.")
             click.echo(_output.dim(f"Stopping… {_describe_unfinished_runs(loaded)}"), err=True)
@@ -144,9 +144,7 @@ def _print_startup_summary(settings: Settings, loaded: LoadedConfig, state_dir: 
         click.echo(f"{REHEARSAL_NOTICE}{str(settings.paths.config)!r}.")
     if len(loaded.config.agent_ids) > 1 and "agent_to_agent" not in loaded.config.tools.model_fields_set:
         click.echo(_output.dim(f"hint: {NO_MESSAGING_HINT} See: antiphon agents"))
-    click.echo(
-        "Talk with it from another terminal: `antiphon chat`. How it is: `antiphon status`. Ctrl-C stops it."
-    )
+    click.echo("Chat from another terminal: `antiphon chat`. State: `antiphon status`. Ctrl-C stops it.")
 
 
 def _describe_network_reach(loaded: LoadedConfig) -> str:

@@ -23,11 +23,15 @@ if TYPE_CHECKING:
 REHEARSAL_MODEL_REF = "rehearsal/rehearsal"
 
 
-@click.command(help="Talk with an agent. Without a terminal each line of the input is a message.")
-@click.option("--agent", metavar="ID", help="Whom to talk to; default: the default agent.")
-@click.option("--session", "key", metavar="KEY", help="Which session; default: the agent's main one.")
+@click.command(help="Chat with an agent. If standard input is not a terminal, each line is a message.")
+@click.option("--agent", metavar="ID", help="Agent to talk to; default: the default agent.")
+@click.option("--session", "key", metavar="KEY", help="Session to use; default: the agent's main session.")
 @click.option(
-    "--message", "messages", multiple=True, metavar="TEXT", help="Say this and leave; may be repeated."
+    "--message",
+    "messages",
+    multiple=True,
+    metavar="TEXT",
+    help="Send this message, print the answer and exit; may be repeated.",
 )
 @gateway_options
 @common_options

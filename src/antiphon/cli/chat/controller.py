@@ -355,18 +355,18 @@ class ChatController:
         if not running or not (await self._backend.stop(self._session, running[0])).run_ids:
             self._renderer.print_result("Nothing runs.")
 
-    async def _set_send_policy(self, wanted: str) -> None:
-        if parse_send_command(text := f"/send {wanted}") is None:
+    async def _set_send_policy(self, argument: str) -> None:
+        if parse_send_command(text := f"/send {argument}") is None:
             self._renderer.print_result("Write /send on, /send off or /send inherit.")
             return
         await self._send_message(text)
 
-    async def _show_history(self, wanted: str) -> None:
-        if wanted and not (wanted.isdecimal() and 0 < int(wanted) <= 1000):
+    async def _show_history(self, argument: str) -> None:
+        if argument and not (argument.isdecimal() and 0 < int(argument) <= 1000):
             self._renderer.print_result("Write how many, from 1 to 1000: /history 50")
             return
         page = await self._backend.history(
-            self._session, HistoryFilter(limit=int(wanted or 10), include_tools=True, without_internal=True)
+            self._session, HistoryFilter(limit=int(argument or 10), include_tools=True, without_internal=True)
         )
         await speakers.look_up_speakers(self._backend, page.messages, self._renderer.known)
         for item in page.messages:
@@ -395,7 +395,7 @@ class ChatController:
             f"{QUIT_COMMAND:<9} leave (so do Ctrl-D, Ctrl-C at the prompt, and twice anywhere)"
         )
         self._renderer.print_result(
-            "A line that ends in \\ goes on in the next one. Everything else is said to the agent."
+            "A line that ends in \\ continues on the next one. Everything else is sent to the agent."
         )
 
     def _report_unfinished(self) -> None:

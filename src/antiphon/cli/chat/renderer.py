@@ -42,7 +42,7 @@ class ChatRenderer:
         self.known = speakers.KnownSpeakers()
         self.out: Callable[[str], None] = _print_text
         self._mine: set[str] = set()
-        self._said: dict[str, str] = {}
+        self._last_texts: dict[str, str] = {}
         """The last text of each run in `_mine`, for runs that are shown as a whole."""
         self._shown: list[str] = []
         self._over: deque[str] = deque(maxlen=MAX_REMEMBERED_RUNS)
@@ -128,8 +128,14 @@ class ChatRenderer:
             None,
             run_id,
         }  # otherwise it ended in the queue, while another run is being shown
-        said = self._said.pop(run_id, None)
-        if ours and run_id in self._mine and reply and reply != said and reply.strip() not in SILENT_REPLIES:
+        last_text = self._last_texts.pop(run_id, None)
+        if (
+            ours
+            and run_id in self._mine
+            and reply
+            and reply != last_text
+            and reply.strip() not in SILENT_REPLIES
+        ):
             self._print_rest_of_step(reply)
         if run_id in self._mine:
             self._mine.remove(run_id)
@@ -196,7 +202,7 @@ class ChatRenderer:
             elif event.run_id in self._mine:
                 self._print_rest_of_step(text)
                 self._begin_step()
-                self._said[event.run_id or ""] = text
+                self._last_texts[event.run_id or ""] = text
             else:
                 self._print_other_message(speakers.format_answerer(entry, self.known, self.speaker), text)
             for call in [] if event.internal else format_tool_calls(body):
@@ -211,7 +217,7 @@ class ChatRenderer:
         """Handle an answer that is not for people, or only after it is posted."""
         if run_id in self._mine:
             self._begin_step()
-            self._said[run_id or ""] = text
+            self._last_texts[run_id or ""] = text
         elif text.strip() in SILENT_REPLIES:
             self._print_other_message("", text)
         elif run_id:

@@ -46,8 +46,8 @@ class KnownSpeakers(msgspec.Struct):
 
 def get_provenance(item: TranscriptItem) -> Mapping[str, Any]:
     """Return the provenance of an entry; empty if it was typed into this session."""
-    given = item.get("provenance")
-    return cast("Mapping[str, Any]", given) if isinstance(given, dict) else {}
+    provenance = item.get("provenance")
+    return cast("Mapping[str, Any]", provenance) if isinstance(provenance, dict) else {}
 
 
 def is_internal_step(item: TranscriptItem) -> bool:
@@ -56,8 +56,8 @@ def is_internal_step(item: TranscriptItem) -> bool:
 
 def format_speaker(item: TranscriptItem, known: KnownSpeakers) -> str | None:
     """Return the speaker of an entry that came from elsewhere; None if it was typed or answered in this session."""
-    given = get_provenance(item)
-    kind, source = given.get("kind"), str(given.get("sourceSessionKey") or "")
+    provenance = get_provenance(item)
+    kind, source = provenance.get("kind"), str(provenance.get("sourceSessionKey") or "")
     if not kind:
         return None
     if kind == REPORT_KIND:
@@ -127,13 +127,13 @@ def _shorten_name(key: str, labels: Mapping[str, str]) -> str:
 async def look_up_speakers(backend: Backend, items: Iterable[TranscriptItem], known: KnownSpeakers) -> None:
     """Look up the speakers of these entries; a session that no longer exists is shown by its key."""
     for item in items:
-        given = get_provenance(item)
-        if given.get("kind") == REPORT_KIND:
-            key = str(given.get("sourceSessionKey"))
+        provenance = get_provenance(item)
+        if provenance.get("kind") == REPORT_KIND:
+            key = str(provenance.get("sourceSessionKey"))
             if key not in known.labels:
                 known.labels[key] = await _load_label(backend, key)
         exchange_id, turn = _get_exchange_turn(item)
-        if (turn or given.get("exchangeId")) and exchange_id not in known.exchanges:
+        if (turn or provenance.get("exchangeId")) and exchange_id not in known.exchanges:
             known.exchanges[exchange_id] = await _load_exchange(backend, exchange_id)
 
 

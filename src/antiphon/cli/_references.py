@@ -1,11 +1,15 @@
-"""Finds the one item that a name, an id or a prefix of one refers to."""
+"""Resolves names given on the command line: sessions, jobs, sub-agents."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from antiphon import keys
 from antiphon.errors import Ambiguous, NotFound
+
+if TYPE_CHECKING:
+    from antiphon.cli._backend import Backend
 
 T = TypeVar("T")
 MAX_CANDIDATES = 10
@@ -39,3 +43,19 @@ def find_by_name(
     close = get_close_matches(target, [name for it in found for name in names(it)], n=1)
     meant = f"Did you mean {close[0]!r}? " if close else ""
     raise NotFound(f"No {what} is called {target[:80]!r}.", f"{meant}{hint}")
+
+
+async def ensure_session_exists(backend: Backend, reference: str) -> None:
+    """Create a main session if it does not exist. Any other missing session counts as mistyped, as it does for agents.
+
+    Raises:
+        NotFound: no such session exists.
+    """
+    try:
+        await backend.describe(reference)
+    except NotFound:
+        # The agent matters only to short names, and `main` is the main session of any agent.
+        meant = keys.canonicalise(reference, agent_id="main")
+        if not isinstance(meant, keys.SessionKey) or meant.kind != "main":
+            raise
+        await backend.open(reference)
