@@ -21,7 +21,7 @@ from cli.terminal import BOUND, Program
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)")
 
 
 def list_blocks(language: str) -> list[tuple[str, str]]:
@@ -101,8 +101,18 @@ def test_the_protocol_page_lists_every_method_with_its_scope() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_in_the_documents_resolve(page: Path) -> None:
-    missing = [link for link in LINK.findall(page.read_text("utf-8")) if not (page.parent / link).exists()]
-    assert missing == []
+    broken: list[str] = []
+    for path, fragment in LINK.findall(page.read_text("utf-8")):
+        target = page.parent / path if path else page
+        if not target.exists() or (fragment and fragment not in _list_anchors(target)):
+            broken.append(f"{path}#{fragment}")
+    assert broken == []
+
+
+def _list_anchors(page: Path) -> list[str]:
+    """List the anchors of a page's headings, as GitHub derives them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 @pytest.mark.parametrize("page", ["AGENTS.md", "docs/architecture.md"])
