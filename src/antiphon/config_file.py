@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-import pyjson5
 
 from antiphon.errors import ConfigError
 
@@ -89,6 +88,8 @@ def _read_file(path: Path, *, required: bool) -> tuple[str, os.stat_result] | No
 
 
 def _decode_json5(text: str, path: Path) -> object:
+    import pyjson5  # noqa: PLC0415 - only where there is a file: it takes longer than many commands' own modules
+
     try:
         decoded = pyjson5.decode(text)
     except (pyjson5.Json5Exception, ValueError, RecursionError) as error:
@@ -113,6 +114,8 @@ def _decode_json5(text: str, path: Path) -> object:
 
 def find_duplicate_keys(text: str) -> Iterator[tuple[str, int]]:
     """Yields each duplicate key and its position. The text must already have been accepted by the parser."""
+    import pyjson5  # noqa: PLC0415
+
     objects: list[set[str]] = []
     key: tuple[str, int] | None = None
     for token in _TOKEN_PATTERN.finditer(text):
@@ -134,6 +137,8 @@ def find_duplicate_keys(text: str) -> Iterator[tuple[str, int]]:
 
 def _describe_syntax_error(error: Exception, text: str) -> str:
     """The position and reason of a syntax error, without the excerpts that the parser attaches."""
+    import pyjson5  # noqa: PLC0415
+
     found = re.search(r"near (\d+)", str(error.args[0]) if error.args else "")
     offset = max(0, int(found[1]) - 1) if found else 0
     if isinstance(error, pyjson5.Json5ExtraData):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 CONFIG_FILE_NAME, DATABASE_FILE_NAME, LOG_FILE_NAME = (
     "config.json5",
@@ -17,8 +17,7 @@ REPLICAS_DIRECTORY_NAME = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Paths:
+class Paths(NamedTuple):
     """The paths that this process uses."""
 
     config: Path

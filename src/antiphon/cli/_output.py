@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -103,9 +102,15 @@ def shorten_text(text: str, most: int) -> str:
     return words if len(words) <= most or not sys.stdout.isatty() else f"{words[: most - 1]}…"
 
 
+def get_terminal_columns() -> int:
+    import shutil  # and with it the compression libraries
+
+    return shutil.get_terminal_size().columns
+
+
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows in columns, or stacked if the terminal is too narrow for the columns. Cells are never cut."""
-    edge = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    edge = get_terminal_columns() if sys.stdout.isatty() else None
     cells = [[clean_line(cell) for cell in row] for row in rows]
     if edge is not None:  # a terminal omits empty columns; a pipe keeps them, since scripts read by column
         used = [not cells or any(row[i] for row in cells) for i in range(len(headings))]
@@ -177,7 +182,7 @@ def _wrap_lines(text: str, indent: int, taken: int) -> list[str]:
         return lines
     import textwrap
 
-    width = max(20, shutil.get_terminal_size().columns - indent)
+    width = max(20, get_terminal_columns() - indent)
     folded: list[str] = []
     for number, whole in enumerate(lines):
         used = " " * taken if number == 0 else ""  # room for the speaker's name

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Iterator, Sequence
-from importlib import resources
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from antiphon.errors import StoreNewer
@@ -52,7 +52,7 @@ class Migration(NamedTuple):
 
 def load_migrations(dialect: Dialect = "sqlite") -> list[Migration]:
     """Every migration, oldest first; `NNNN_name.<dialect>.sql` beside one is its part for that database only."""
-    folder = resources.files("antiphon.store").joinpath("sql", "migrations")
+    folder = Path(__file__).parent / "sql" / "migrations"
     texts = {item.name: item.read_text("utf-8") for item in folder.iterdir()}
     found = [(match, text) for name, text in texts.items() if (match := _MIGRATION_FILE_PATTERN.match(name))]
     return sorted(

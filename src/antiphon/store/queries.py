@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from importlib import resources
+from pathlib import Path
 from typing import NamedTuple
+
+_QUERIES_DIR = Path(__file__).parent / "sql" / "queries"  # `importlib.resources` takes 5 ms to import
 
 _COMMENT_LINE_PATTERN = re.compile(r"^--[^\n]*\n", re.MULTILINE)
 _NAME_HEADER_PATTERN = re.compile(r"^-- name: (\w+)[^\n]*\n", re.MULTILINE)
@@ -30,9 +32,7 @@ class Queries:
     """The statements of one file, as attributes."""
 
     def __init__(self, topic: str) -> None:
-        source = (
-            resources.files("antiphon.store").joinpath("sql", "queries", f"{topic}.sql").read_text("utf-8")
-        )
+        source = (_QUERIES_DIR / f"{topic}.sql").read_text("utf-8")
         parts = _NAME_HEADER_PATTERN.split(source)[1:]
         self._queries = {
             name: Query(f"{topic}.{name}", _COMMENT_LINE_PATTERN.sub("", text).strip().removesuffix(";"))
