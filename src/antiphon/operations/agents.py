@@ -65,7 +65,7 @@ class AgentOperations:
         )
 
     async def _load_envelope(self, tx: Tx, caller: Caller, agent_id: str) -> SubagentPermissions | None:
-        row = await tx.one(session_rows.SQL.all_columns_by_key, key=caller.session_key)
+        row = await session_rows.find_by_key(tx, caller.session_key or "")
         return self._spawn_rules.get_envelope(SpawnRequester(row, agent_id)) if row else None
 
     def _stays_in_sandbox(self, caller: Caller, agent_id: str) -> bool:

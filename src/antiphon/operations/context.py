@@ -103,7 +103,7 @@ class OperationContext:
     ) -> Row | None:
         """Return the session that a request is made from: an agent's own, or the one that an operator names."""
         if caller.session_key is not None:
-            own = await tx.one(session_rows.SQL.all_columns_by_key, key=caller.session_key)
+            own = await session_rows.find_by_key(tx, caller.session_key)
             if own is None:  # deleted while its agent was still running
                 raise access.build_session_missing_error(caller.session_key)
             return own

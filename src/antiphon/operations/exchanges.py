@@ -285,13 +285,16 @@ class ExchangeOperations:
     async def _load_exchange_page(
         self, tx: Tx, caller: Caller, session: str | None, unsettled: bool, before: int, limit: int
     ) -> list[Row]:
-        if session is None:
-            query = exchanges.SQL.page_unsettled if unsettled else exchanges.SQL.page
-            return await tx.all(query, before=before, limit=limit, chars=MAX_SCANNED_CHARACTERS)
-        row = await self._context.session_resolver.open(tx, caller, "read", session)
-        query = exchanges.SQL.page_of_session_unsettled if unsettled else exchanges.SQL.page_of_session
-        return await tx.all(
-            query, session=row["id"], before=before, limit=limit, chars=MAX_SCANNED_CHARACTERS
+        row = None
+        if session is not None:
+            row = await self._context.session_resolver.open(tx, caller, "read", session)
+        return await exchanges.list_exchanges(
+            tx,
+            row["id"] if row else None,
+            unsettled=unsettled,
+            before=before,
+            limit=limit,
+            max_characters=MAX_SCANNED_CHARACTERS,
         )
 
     async def list(
@@ -320,7 +323,7 @@ class ExchangeOperations:
 
 
 async def _load_exchange(tx: Tx, id: str) -> Row:
-    row = await tx.one(exchanges.SQL.by_id, id=id)
+    row = await exchanges.find_exchange(tx, id)
     assert row is not None
     return row
 
@@ -391,7 +394,7 @@ def _validate_send_request(request: SendRequest, most: int) -> None:
 
 async def _load_exchange_with_runs(tx: Tx, reference: str) -> tuple[Row, list[tuple[int | None, Row]]]:
     """Load an exchange and the runs that answered in it, each with its turn."""
-    row = await tx.one(exchanges.SQL.by_id, id=reference) or await _find_by_id_prefix(tx, reference)
+    row = await exchanges.find_exchange(tx, reference) or await _find_by_id_prefix(tx, reference)
     ids: list[tuple[int | None, str]] = [(0, row["answered_by"] or row["id"])]
     ids += [(turn, f"turn:{row['id']}:{turn}") for turn in range(1, row["turn"] + 1)]
     ids.append((None, f"announce:{row['id']}"))
@@ -400,27 +403,21 @@ async def _load_exchange_with_runs(tx: Tx, reference: str) -> tuple[Row, list[tu
 
 
 async def _find_by_id_prefix(tx: Tx, prefix: str) -> Row:
-    found = await tx.all(
-        exchanges.SQL.ids_with_prefix,
-        prefix=prefix,
-        length=len(prefix),
-        recent=MAX_EXCHANGES_COMPARED,
-        limit=MAX_CANDIDATES + 1,
+    found = await exchanges.list_ids_with_prefix(
+        tx, prefix, recent=MAX_EXCHANGES_COMPARED, limit=MAX_CANDIDATES + 1
     )
     if not found or not prefix:
         raise NotFound(
             f"Exchange {prefix[:80]!r} was not found.", "Use an id that `antiphon exchanges` shows."
         )
     if len(found) > 1:
-        candidates = [row["id"] for row in found[:MAX_CANDIDATES]]
+        candidates = found[:MAX_CANDIDATES]
         raise Ambiguous(
             f"Several exchanges begin with {prefix[:80]!r}: {', '.join(candidates)}.",
             "Use more of the id.",
             candidates=candidates,
         )
-    row = await tx.one(exchanges.SQL.by_id, id=found[0]["id"])
-    assert row is not None
-    return row
+    return await _load_exchange(tx, found[0])
 
 
 def _build_exchange_detail(row: Row, answers: list[tuple[int | None, Row]]) -> ExchangeDetail:

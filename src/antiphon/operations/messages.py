@@ -124,7 +124,7 @@ class MessageOperations:
     ) -> _TaskPlacement:
         """Attach the message to the sub-agent's task: the new run, not the stopped one, gives the task's result."""
         link = None
-        if own := await tx.one(session_rows.SQL.all_columns_by_key, key=caller.session_key):
+        if caller.session_key and (own := await session_rows.find_by_key(tx, caller.session_key)):
             link = await self._context.build_chain_link(tx, origin, own["id"], run_id)
         task = await task_rows.continue_task(tx, session["key"], run_id, even_announcing=True)
         return _TaskPlacement(task.n, task.deadline_at, link)
@@ -144,7 +144,7 @@ class MessageOperations:
         said_on = keys.WEBCHAT_CHANNEL if caller.is_operator and message.provenance is None else None
         self._context.session_resolver.check_send(row, said_on)
         if said_on and not (row["channel"] or row["last_channel"]):  # once per session
-            await tx.do(session_rows.SQL.record_channel, id=row["id"], channel=said_on, to=row["key"])
+            await session_rows.record_channel(tx, row["id"], said_on, row["key"])
         news = "create" if created else None
         if self._reset_rules and place is None and not created:
             news = await self._find_reset_reason(tx, caller, message, row, run_id, now)
@@ -187,11 +187,11 @@ class MessageOperations:
         rule = self._reset_rules.find_rule(keys.parse(row["key"]), channel) if self._reset_rules else None
         if rule is None:
             return None
-        use = await tx.one(session_rows.SQL.last_activity, id=row["id"])
-        reason = rule.find_due_reason(use["updated_at"], now) if use and use["last_seq"] else None
-        if reason is None or await tx.one(session_rows.SQL.running_or_queued, id=row["id"]):
+        last_use = await session_rows.load_last_activity(tx, row["id"])
+        reason = None if last_use is None else rule.find_due_reason(last_use, now)
+        if reason is None or await session_rows.find_unfinished_run(tx, row["id"]):
             return None
-        if await tx.one(session_rows.SQL.has_unsettled_work, id=row["id"]):
+        if await session_rows.has_unsettled_work(tx, row["id"]):
             return None
         return reason if await tx.one(lifecycle.SQL.find_accepted, id=run_id) is None else None
 

@@ -154,7 +154,7 @@ class RunOperations:
         row = await self._context.session_resolver.open(tx, caller, "manage", session)
         plan.check(row)
         stopped = await self._stop_all(tx, row["id"], now)
-        active = await tx.one(session_rows.SQL.running_or_queued, id=row["id"])
+        active = await session_rows.find_unfinished_run(tx, row["id"])
         return row if active else await plan.change(tx, row, now), stopped, active
 
     async def _stop_all(self, tx: Tx, session: int, now: int) -> Effects:
@@ -163,7 +163,7 @@ class RunOperations:
         for _ in range(MAX_STOP_ROUNDS):
             stopped += await endings.cancel_runs(tx, session, None, now)
             stopped += await self.end_abandoned(tx, session, now)
-            left = await tx.one(session_rows.SQL.running_or_queued, id=session)
+            left = await session_rows.find_unfinished_run(tx, session)
             # The process that executes it was asked to stop; the caller waits for it.
             if left is None or left["running"]:
                 break

@@ -309,9 +309,8 @@ class SessionOperations:
         return await self._load_session_rows(tx, row["id"])
 
     async def _load_session_rows(self, tx: Tx, id: int) -> _SessionRows:
-        row = await tx.one(session_rows.SQL.by_id, id=id)
-        assert row is not None
-        return _SessionRows(await session_rows.load_described_session(tx, id), row)
+        described = await session_rows.load_described_session(tx, id)
+        return _SessionRows(described, await session_rows.load_full_session(tx, id))
 
     def _build_acting_session(self, caller: Caller, session: str, found: _SessionRows) -> ActingSession:
         row = found.row

@@ -169,7 +169,7 @@ class TranscriptOperations:
         shortened, kept = await compaction.compact_without_model(tx, row["transcript"], keep, now)
         entry = None
         if shortened is not None:
-            await tx.do(session_rows.SQL.clear_context, id=row["id"])
+            await session_rows.clear_context_size(tx, row["id"])
             entry = await session_rows.append_note(tx, row["id"], shortened, now)
         view = _build_compact_view(kept, shorter=entry is not None)
         await idempotency.record_answer(tx, command, view, now)

@@ -198,6 +198,27 @@ async def abandon_exchange(tx: Tx, n: int, run_id: str, now: int) -> None:
     await _settle_exchange(tx, exchange, announced, now)
 
 
+async def find_exchange(tx: Tx, id: str) -> Row | None:
+    return await tx.one(SQL.by_id, id=id)
+
+
+async def list_ids_with_prefix(tx: Tx, prefix: str, *, recent: int, limit: int) -> list[str]:
+    """Return ids that begin with a prefix, newest first, among the most recent exchanges."""
+    rows = await tx.all(SQL.ids_with_prefix, prefix=prefix, length=len(prefix), recent=recent, limit=limit)
+    return [row["id"] for row in rows]
+
+
+async def list_exchanges(
+    tx: Tx, session: int | None, *, unsettled: bool, before: int, limit: int, max_characters: int
+) -> list[Row]:
+    """Return exchanges with `n` below `before`, newest first, with texts cut; of one session if it is given."""
+    if session is None:
+        query = SQL.page_unsettled if unsettled else SQL.page
+        return await tx.all(query, before=before, limit=limit, chars=max_characters)
+    query = SQL.page_of_session_unsettled if unsettled else SQL.page_of_session
+    return await tx.all(query, session=session, before=before, limit=limit, chars=max_characters)
+
+
 async def list_stalled_exchanges(tx: Tx) -> list[Row]:
     """Return exchanges that no run will advance."""
     return await tx.all(SQL.stalled)

@@ -38,7 +38,7 @@ async def archive_finished_subagents(store: Store, now: int) -> list[str]:
 
 async def _archive_or_delete_child(tx: Tx, task: Row, now: int) -> bool:
     """Archive or delete a child. False if it is busy; then its task is postponed."""
-    if await session_rows.has_unfinished_runs(tx, task["child"]):
+    if await session_rows.find_unfinished_run(tx, task["child"]):
         await task_rows.postpone_archive(tx, task["n"], now + BUSY_CHILD_RETRY_MS)
         return False
     if task_rows.decode_task_options(task).cleanup == "keep":

@@ -85,7 +85,7 @@ async def _read_missed(store: Store, position: _FeedPosition) -> AsyncGenerator[
 async def _read_snapshot(tx: Tx, session: int, transcript: int, seq: int) -> tuple[Row | None, Page]:
     """Read the session's row and its next entries in one consistent snapshot."""
     page = await transcripts.read_page_after(tx, transcript, seq, FEED_PAGE_ENTRIES, tools=True)
-    return await tx.one(session_rows.SQL.by_id, id=session), page
+    return await session_rows.find_by_id(tx, session), page
 
 
 def _switch_transcript(position: _FeedPosition, current: Row) -> SessionChanged:

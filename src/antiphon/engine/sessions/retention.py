@@ -82,16 +82,14 @@ async def _run_in_batches(
 
 
 async def _archive_stale_sessions(tx: Tx, kind: str, before: int, now: int) -> list[str]:
-    rows = await tx.all(session_rows.SQL.unused, kind=kind, before=before, limit=MAX_SESSIONS_PER_TRANSACTION)
+    rows = await session_rows.list_unused_sessions(tx, kind, before, MAX_SESSIONS_PER_TRANSACTION)
     for row in rows:
-        await tx.do(session_rows.SQL.archive, id=row["id"], now=now)
+        await session_rows.archive_session(tx, row["id"], now)
     return [row["key"] for row in rows]
 
 
 async def _delete_expired_sessions(tx: Tx, kind: str, before: int, now: int) -> list[str]:
-    rows = await tx.all(
-        session_rows.SQL.expired, kind=kind, before=before, limit=MAX_SESSIONS_PER_TRANSACTION
-    )
+    rows = await session_rows.list_expired_sessions(tx, kind, before, MAX_SESSIONS_PER_TRANSACTION)
     for row in rows:
         await session_rows.delete_session(tx, row["id"], row["key"], now)
     return [row["key"] for row in rows]

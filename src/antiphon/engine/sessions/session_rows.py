@@ -70,9 +70,40 @@ async def find_by_key(tx: Tx, key: str) -> Row | None:
     return await tx.one(SQL.all_columns_by_key, key=key)
 
 
-async def has_unfinished_runs(tx: Tx, session: int) -> bool:
-    """Whether a run of the session is running or queued."""
-    return bool(await tx.one(SQL.running_or_queued, id=session))
+async def find_unfinished_run(tx: Tx, session: int) -> Row | None:
+    """Return the id of the session's running run, else of a queued one, and whether it is `running`."""
+    return await tx.one(SQL.running_or_queued, id=session)
+
+
+async def has_unsettled_work(tx: Tx, session: int) -> bool:
+    """Whether tasks or exchanges of the session have not settled, although no run is active."""
+    return bool(await tx.one(SQL.has_unsettled_work, id=session))
+
+
+async def load_last_activity(tx: Tx, session: int) -> int | None:
+    """Return when the session was last used; None if it has no entries."""
+    row = await tx.one(SQL.last_activity, id=session)
+    return row["updated_at"] if row and row["last_seq"] else None
+
+
+async def record_channel(tx: Tx, session: int, channel: str, to: str) -> None:
+    """Record the channel that a session without one was written to from."""
+    await tx.do(SQL.record_channel, id=session, channel=channel, to=to)
+
+
+async def clear_context_size(tx: Tx, session: int) -> None:
+    """Forget how many tokens the last call used, because the context has changed."""
+    await tx.do(SQL.clear_context, id=session)
+
+
+async def list_unused_sessions(tx: Tx, kind: str, before: int, limit: int) -> list[Row]:
+    """Return idle sessions that were last used before then."""
+    return await tx.all(SQL.unused, kind=kind, before=before, limit=limit)
+
+
+async def list_expired_sessions(tx: Tx, kind: str, before: int, limit: int) -> list[Row]:
+    """Return sessions that were archived before then."""
+    return await tx.all(SQL.expired, kind=kind, before=before, limit=limit)
 
 
 async def load_full_session(tx: Tx, session: int) -> Row:
