@@ -123,3 +123,13 @@ def schema() -> None:
     from antiphon.config import build_json_schema
 
     _output.print_json(build_json_schema())
+
+
+def format_rehearsal_notice(settings: Settings) -> str:
+    """Return the notice for people who have not configured a model yet."""
+    return (
+        "No model provider is configured, so the built-in rehearsal model answers: it\n"
+        "follows instructions such as `say hello`. To use a real model, add it under\n"
+        f"`models.providers` in {str(settings.paths.config)!r},\n"
+        "then run `antiphon config check`."
+    )

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from antiphon.config import LoadedConfig
 
 MAX_AGENTS_NAMED = 4  # agents listed at the start
-REHEARSAL_NOTICE = """\
-No model provider is configured, so the built-in rehearsal model answers: it does what a line such as
-`say hello` tells it to. To talk with a real one, put it under `models.providers` in
-"""
 
 
 @click.command(help="Run the gateway in this terminal, until Ctrl-C.")
@@ -129,7 +125,7 @@ def _print_startup(settings: Settings, loaded: LoadedConfig, state_dir: Path, ur
 def _print_startup_summary(settings: Settings, loaded: LoadedConfig, state_dir: Path, url: str) -> None:
     from antiphon import __version__
     from antiphon.cli.agents import NO_MESSAGING_HINT
-    from antiphon.cli.config import describe_answering_model
+    from antiphon.cli.config import describe_answering_model, format_rehearsal_notice
     from antiphon.config import REHEARSAL_MODEL_REF
 
     click.echo(f"{_output.bold('antiphon')} {__version__} is up (process {os.getpid()}).")
@@ -141,7 +137,7 @@ def _print_startup_summary(settings: Settings, loaded: LoadedConfig, state_dir: 
     ):
         click.echo(f"  {name:<8} {_output.clean_line(fact)}")
     if describe_answering_model(loaded, loaded.config.default_agent_id) == REHEARSAL_MODEL_REF:
-        click.echo(f"{REHEARSAL_NOTICE}{str(settings.paths.config)!r}.")
+        click.echo(format_rehearsal_notice(settings))
     if len(loaded.config.agent_ids) > 1 and "agent_to_agent" not in loaded.config.tools.model_fields_set:
         click.echo(_output.dim(f"hint: {NO_MESSAGING_HINT} See: antiphon agents"))
     click.echo("Chat from another terminal: `antiphon chat`. State: `antiphon status`. Ctrl-C stops it.")

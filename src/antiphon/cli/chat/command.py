@@ -106,12 +106,9 @@ async def _print_greeting(
     so_far = f"{page.total} entries so far, /history shows them" if page.total else "a new conversation"
     click.echo(_output.dim(f"session {_output.clean_line(view.key)} · {so_far}"))
     if model == REHEARSAL_MODEL_REF:
-        click.echo(
-            "No model provider is configured, so the built-in rehearsal model answers: it\n"
-            "follows instructions such as `say hello`. To use a real model, add it under\n"
-            f"`models.providers` in {str(settings.paths.config)!r},\n"
-            "then run `antiphon config check`."
-        )
+        from antiphon.cli.config import format_rehearsal_notice
+
+        click.echo(format_rehearsal_notice(settings))
     click.echo(_output.dim("/help lists the commands, /quit leaves."))
 
 
