@@ -59,11 +59,11 @@ class SpawnAttachment(msgspec.Struct, frozen=True, kw_only=True, rename="camel",
     content: str
     encoding: Literal["utf8", "base64"] = "utf8"
     mime_type: str | None = None
-    """What the caller says it is. It is recorded and never believed."""
+    """As declared by the caller. It is recorded, but nothing depends on it."""
 
 
 class AttachmentLimits(msgspec.Struct, frozen=True):
-    """How much one spawn may attach."""
+    """Limits for the attachments of one spawn."""
 
     files: int = 50
     file_bytes: int = 1024 * 1024
@@ -79,7 +79,7 @@ class FileReceipt(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class AttachmentReceipt(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """What was written, and where below the workspace."""
+    """The files that were written, and their folder relative to the workspace."""
 
     count: int
     total_bytes: int
@@ -109,7 +109,7 @@ def validate_attachments(
     """Return the trimmed names and contents of the files. Errors carry a machine-readable `reason`."""
     if len(attachments) > limits.files:
         raise TooLarge(
-            f"There are {len(attachments)} attachments; at most {limits.files} are taken.",
+            f"There are {len(attachments)} attachments; at most {limits.files} are allowed.",
             "Attach fewer files.",
             field="attachments",
             reason="attachments_file_count_exceeded",
@@ -130,11 +130,11 @@ def collect_mime_types(attachments: Iterable[SpawnAttachment]) -> dict[str, str]
     return {each.name.strip(): each.mime_type for each in attachments if each.mime_type}
 
 
-def _validate_names(given: Iterable[str]) -> list[str]:
+def _validate_names(raw_names: Iterable[str]) -> list[str]:
     """Return the trimmed names, which are safe and distinct on all common file systems."""
     names: list[str] = []
     seen: set[str] = set()
-    for number, raw in enumerate(given):
+    for number, raw in enumerate(raw_names):
         name = raw.strip()
         if fault := _find_name_fault(raw, name):
             raise _make_name_error(number, raw, fault)
@@ -167,7 +167,7 @@ def _find_name_fault(raw: str, name: str) -> str | None:
             f"is longer than {MAX_FILE_NAME_BYTES} bytes",
         ),
     )
-    return next((words for found, words in faults if found), None)
+    return next((fault for is_faulty, fault in faults if is_faulty), None)
 
 
 def _fold_name(name: str) -> str:
@@ -178,7 +178,7 @@ def _check_types(attachments: Sequence[SpawnAttachment]) -> None:
     for number, attachment in enumerate(attachments):
         if not _MIME_TYPE_PATTERN.fullmatch(attachment.mime_type or ""):
             raise InvalidInput(
-                f"The mimeType of attachment {_quote_name(attachment.name)} is none.",
+                f"The mimeType of attachment {_quote_name(attachment.name)} is not valid.",
                 "Send one such as 'text/plain', or leave it out.",
                 field=f"attachments/{number}/mimeType",
                 reason="attachments_invalid_mime_type",
@@ -193,7 +193,7 @@ def _check_sizes(
         size = _measure_decoded_size(attachment, limits.file_bytes)
         if size > limits.file_bytes:
             raise TooLarge(
-                f"Attachment {_quote_name(name)} has {size} bytes or more; at most {limits.file_bytes} are taken.",
+                f"Attachment {_quote_name(name)} has {size} bytes or more; at most {limits.file_bytes} are allowed.",
                 "Shorten it, or split it.",
                 field=f"attachments/{number}/content",
                 reason="attachments_file_bytes_exceeded",
@@ -203,7 +203,7 @@ def _check_sizes(
         total += size
     if total > limits.total_bytes:
         raise TooLarge(
-            f"The attachments have {total} bytes together; at most {limits.total_bytes} are taken.",
+            f"The attachments have {total} bytes together; at most {limits.total_bytes} are allowed.",
             "Attach less.",
             field="attachments",
             reason="attachments_total_bytes_exceeded",
@@ -363,7 +363,7 @@ def _translate_os_errors(done: str) -> Generator[None]:
     except OSError as error:
         raise Unavailable(
             f"The attachments could not be {done}: {error.strerror or 'the system refused'}.",
-            "See that the workspace is a directory with room that this process may change, then try again.",
+            "Check that the workspace is a directory that this process can write to, with free space; then try again.",
             field="attachments",
             reason="attachments_io_failed",
         ) from error
