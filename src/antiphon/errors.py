@@ -76,6 +76,12 @@ class Conflict(InvalidInput):
     http = 409
 
 
+class ProtocolMismatch(InvalidInput):
+    """The client and the gateway have no protocol version in common."""
+
+    code = "protocol_mismatch"
+
+
 class NotFound(AntiphonError):
     """The target does not exist, or the caller may not know about it: both look the same."""
 
@@ -84,6 +90,10 @@ class NotFound(AntiphonError):
     http = 404
     ws = "INVALID_REQUEST"
     exit_code = 3
+
+
+class ToolMissing(NotFound):
+    """The tool does not exist or is not offered to this caller."""
 
 
 class Forbidden(AntiphonError):
@@ -120,6 +130,10 @@ class Unavailable(AntiphonError):
     who = "caller"
     http = 503
     exit_code = 5
+
+
+class RunContinues(Unavailable):
+    """The gateway is stopping, but the run was accepted; a retry without the same idempotency key starts another."""
 
 
 class SendBlocked(Forbidden):
@@ -287,6 +301,13 @@ class RunFailed(AntiphonError):
             "See the log for the details, then try again.",
             run_id=run_id,
         )
+
+
+class AgentRunFailed(AntiphonError):
+    """The run of an `agent` request failed; `data['payload']` has its result."""
+
+    code = "run_failed"
+    ws = "UNAVAILABLE"
 
 
 class CrashSuspected(AntiphonError):

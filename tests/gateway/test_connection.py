@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from antiphon.gateway.ws import connection, fast_send, frames
+from antiphon.gateway.ws import connection, frames, protocol
 from antiphon.gateway.ws.connection import SendQueueTotal, WebSocketConnection
 from support.app_fixture import BOUND, wait_for_event, wait_until
 from support.gateway_ws import GatewayFixture
@@ -168,5 +169,37 @@ async def test_a_client_that_lags_gets_everything_later_and_in_order(gateway: Ga
 
 
 async def test_where_the_server_offers_no_such_thing_the_outbox_takes_all() -> None:
-    assert not fast_send.find_send_now({"extensions": {"websocket.http.response": {}}})("text")
-    assert not fast_send.find_send_now({})("text")
+    assert not protocol.find_send_now({"extensions": {"websocket.http.response": {}}})("text")
+    assert not protocol.find_send_now({})("text")
+
+
+async def test_run_ends_wait_until_a_client_that_needs_it_has_read_the_response() -> None:
+    sent: list[str] = []
+    pongs: list[Callable[[], None]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message["text"])
+
+    def send_now(text: str) -> bool:
+        sent.append(text)
+        return True
+
+    def ping(on_pong: Callable[[], None]) -> bool:
+        pongs.append(on_pong)
+        return True
+
+    one = WebSocketConnection("1", send, 0, SendQueueTotal(), send_now, ping)
+    one.hold_run_ends()
+    one.send_run_end(["{0"])
+    assert sent == ['{0,"seq":1}'], "other clients need no hold"
+    one.quirks = connection.ClientQuirks(reads_response_last=True)
+    for number in (1, 2):
+        one.hold_run_ends()
+        await one.send_response(f"response {number}")
+        one.send_run_end([f"{{{number}"])
+    pongs[0]()
+    assert sent[1:] == ["response 1", "response 2"], "the second response may not have been read yet"
+    pongs[1]()
+    assert sent[3:] == ['{1,"seq":2}', '{2,"seq":3}']
+    one.send_run_end(["{3"])
+    assert sent[5:] == ['{3,"seq":4}']

@@ -15,7 +15,7 @@ from websockets.server import ServerProtocol
 from antiphon.bus.local import LocalBus
 from antiphon.gateway.http.limits import LimitedHttpProtocol
 from antiphon.gateway.ws.connection import WebSocketConnection
-from antiphon.gateway.ws.fast_send import LimitedWebSocketProtocol
+from antiphon.gateway.ws.protocol import LimitedWebSocketProtocol
 from support.app_fixture import OPERATOR, wait_until
 from support.gateway_ws import Client, GatewayFixture
 

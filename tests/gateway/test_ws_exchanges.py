@@ -226,17 +226,17 @@ async def test_what_was_said_to_whom_is_listed(tmp_path: Path) -> None:
 async def test_the_operations_look_at_the_scope_again(tmp_path: Path) -> None:
     reader, agent = Caller.operator([READ]), Caller.agent("main", MAIN)
     async with open_gateway(tmp_path, None, settings=SETTINGS) as gateway:
-        house = gateway.operations
+        operations = gateway.operations
         for refused in (
-            house.deliveries.retry(reader, "task:k1"),
-            house.deliveries.retry(agent, "task:k1"),
-            house.deliveries.list(agent),
-            house.exchanges.list(agent),
-            house.agents.list(agent),
-            house.sessions.act_as(reader, MAIN),
-            house.exchanges.send(reader, SendRequest(session=HELPER, message="x"), requester=MAIN),
-            house.subagents.spawn(reader, SpawnRequest(task="x")),
+            operations.deliveries.retry(reader, "task:k1"),
+            operations.deliveries.retry(agent, "task:k1"),
+            operations.deliveries.list(agent),
+            operations.exchanges.list(agent),
+            operations.agents.list(agent),
+            operations.sessions.act_as(reader, MAIN),
+            operations.exchanges.send(reader, SendRequest(session=HELPER, message="x"), requester=MAIN),
+            operations.subagents.spawn(reader, SpawnRequest(task="x")),
         ):
             with pytest.raises(Forbidden):
                 await refused
-        assert (await house.sessions.get_summary(OPERATOR)).sessions == 0
+        assert (await operations.sessions.get_summary(OPERATOR)).sessions == 0

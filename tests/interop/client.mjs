@@ -36,6 +36,7 @@ const late = setTimeout(() => {
 client.start();
 seen.hello = await greeted.promise;
 seen.health = await client.request("health", {});
+await client.request("sessions.create", { key: sessionKey });
 seen.subscribed = await client.request("sessions.messages.subscribe", { key: sessionKey });
 const message = "slow 1 word by word";
 seen.ack = await client.request("chat.send", { sessionKey, message, idempotencyKey: "client-1" });

@@ -22,14 +22,12 @@ from antiphon.gateway.tokens import TokenRecord, TokenRegistry
 
 AuthMode = Literal["token", "password", "none"]
 FAILURE_WINDOW_MS = 60_000  # sliding window in which failures count
-MAX_FAILURES_PER_ADDRESS, MAX_FAILURES_IN_TOTAL = (
-    10,
-    200,
-)  # per window
+MAX_FAILURES_PER_ADDRESS = 10  # per window
+MAX_FAILURES_IN_TOTAL = 200  # per window
 MAX_TRACKED_ADDRESSES = 4096
 MIN_UNGUESSABLE_TOKEN_CHARACTERS = 32  # too long to be found by guessing
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
-CREDENTIALS_HINT = "Pass the right one; the owner's token is in tokens.json of the gateway's state directory."
+CREDENTIALS_HINT = "Pass the right one; the owner's token is in tokens.json in the gateway's state directory."
 
 
 class ClientIdentity(msgspec.Struct, frozen=True):
@@ -40,16 +38,16 @@ class ClientIdentity(msgspec.Struct, frozen=True):
     digest: str | None = None
     """Digest of the token, to check whether it is still valid; None if the client has no token record."""
 
-    def to_caller(self, wanted: Iterable[str] | None = None) -> Caller:
-        return Caller.operator(self.grant_scopes(wanted))
+    def to_caller(self, requested: Iterable[str] | None = None) -> Caller:
+        return Caller.operator(self.grant_scopes(requested))
 
-    def grant_scopes(self, wanted: Iterable[str] | None) -> list[str]:
-        """Return the requested scopes that this identity may have; all of its scopes if `wanted` is None."""
-        if wanted is None:
+    def grant_scopes(self, requested: Iterable[str] | None) -> list[str]:
+        """Return the requested scopes that this identity may have; all of its scopes if `requested` is None."""
+        if requested is None:
             return sorted(self.scopes)
         if ADMIN_SCOPE in self.scopes:
-            return list(dict.fromkeys(wanted))
-        return sorted(Caller.operator(wanted).scopes & Caller.operator(self.scopes).scopes)
+            return list(dict.fromkeys(requested))
+        return sorted(Caller.operator(requested).scopes & Caller.operator(self.scopes).scopes)
 
 
 LOCAL_ADMIN_IDENTITY = ClientIdentity("local", frozenset({ADMIN_SCOPE}))
@@ -66,16 +64,16 @@ class FailureLimiter:
     def find_limit_error(self, address: str) -> TooManyFailures | None:
         """Return the error for an address that has to wait; None if it may try."""
         now = self._clock.now()
-        for times, most in (
+        for times, limit in (
             (self._by_address.get(address), MAX_FAILURES_PER_ADDRESS),
             (self._all_failures, MAX_FAILURES_IN_TOTAL),
         ):
             while times and times[0] <= now - FAILURE_WINDOW_MS:
                 times.popleft()
-            if times and len(times) >= most:
+            if times and len(times) >= limit:
                 wait = times[0] + FAILURE_WINDOW_MS - now
                 return TooManyFailures(
-                    "Too many wrong credentials came from this address.",
+                    "Too many failed attempts to authenticate from this address.",
                     f"Try again in {max(1, wait // 1000)} seconds.",
                     code="AUTH_RATE_LIMITED",
                     retryAfterMs=wait,
@@ -92,6 +90,8 @@ class FailureLimiter:
 
 
 class Authenticator:
+    """Checks origins and secrets, and limits failed attempts."""
+
     def __init__(
         self,
         *,
@@ -117,19 +117,19 @@ class Authenticator:
         self, address: str, origin: str | None, *, token: str | None = None, password: str | None = None
     ) -> ClientIdentity:
         """Return the identity that a secret belongs to, if the origin is allowed."""
-        given = [secret for secret in (token, password) if secret]
-        if (limit := self._failures.find_limit_error(address)) and not self._has_unguessable_token(given):
+        secrets = [secret for secret in (token, password) if secret]
+        if (limit := self._failures.find_limit_error(address)) and not self._has_unguessable_token(secrets):
             raise limit
         self.check_origin(origin)
         if self.mode == "none":
             return LOCAL_ADMIN_IDENTITY
-        if not given:
+        if not secrets:
             raise Unauthorized(
                 f"unauthorized: gateway {self.mode} missing.",
                 CREDENTIALS_HINT,
                 code=self._build_error_code("MISSING"),
             )
-        for secret in given:  # clients put the secret into either field
+        for secret in secrets:  # clients put the secret into either field
             if identity := self._find_identity(secret):
                 return identity
         self._count_refusal(address, self._failures)
@@ -156,24 +156,24 @@ class Authenticator:
         if self.mode == "none":
             _check_loopback_host(headers.get("host", ""))
         kind, _, secret = headers.get("authorization", "").partition(" ")
-        given = secret.strip() if kind.lower() == "bearer" else None
-        return self.authenticate(address, headers.get("origin"), token=given)
+        token = secret.strip() if kind.lower() == "bearer" else None
+        return self.authenticate(address, headers.get("origin"), token=token)
 
     def check_endpoint_secret(
-        self, address: str, origin: str | None, given: str | None, secret: str, what: str
+        self, address: str, origin: str | None, presented: str | None, secret: str, what: str
     ) -> None:
         """Check the secret of an endpoint that has its own. Its failures are counted separately."""
-        right = bool(given and secret) and _is_same_secret(given or "", secret)
+        is_right = bool(presented and secret) and _is_same_secret(presented or "", secret)
         if (limit := self._endpoint_secret_failures.find_limit_error(address)) and not (
-            right and len(secret) >= MIN_UNGUESSABLE_TOKEN_CHARACTERS
+            is_right and len(secret) >= MIN_UNGUESSABLE_TOKEN_CHARACTERS
         ):
             raise limit
         self.check_origin(origin)
-        if not given:
+        if not presented:
             raise Unauthorized(
                 f"unauthorized: {what} missing.", f"Pass the {what}.", code="AUTH_TOKEN_MISSING"
             )
-        if not right:
+        if not is_right:
             self._count_refusal(address, self._endpoint_secret_failures)
             raise Unauthorized(
                 f"unauthorized: {what} mismatch.", f"Pass the {what}.", code="AUTH_TOKEN_MISMATCH"
@@ -183,11 +183,11 @@ class Authenticator:
         failures.count_failure(address)
         self.refused_count += 1
 
-    def _has_unguessable_token(self, given: Iterable[str]) -> bool:
+    def _has_unguessable_token(self, secrets: Iterable[str]) -> bool:
         """Return whether one of these is a valid token that is too long to have been guessed."""
         return self.mode == "token" and any(
             len(secret) >= MIN_UNGUESSABLE_TOKEN_CHARACTERS and self._find_identity(secret)
-            for secret in given
+            for secret in secrets
         )
 
     def _find_identity(self, secret: str) -> ClientIdentity | None:

@@ -30,7 +30,7 @@ CHANNELS_SHOWN_IN_SESSION = frozenset({"webchat", "last"})
 
 
 class ImageAttachment(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Open: clients add what they know of a file."""
+    """An image attached to a message. Other fields that clients add are ignored."""
 
     content: Any = None
     mime_type: str | None = None
@@ -46,7 +46,7 @@ def build_message_content(
         return text
     if len(attachments) > MAX_ATTACHMENTS_PER_MESSAGE:
         raise InvalidInput(
-            f"At most {MAX_ATTACHMENTS_PER_MESSAGE} attachments are taken.",
+            f"At most {MAX_ATTACHMENTS_PER_MESSAGE} attachments are accepted.",
             "Send fewer.",
             field="attachments",
         )
@@ -67,14 +67,16 @@ def parse_image(data: str, kind: str, field: str) -> ImageBlock:
     """Return an image block. The image must be of a type that models accept, and in base64."""
     if kind not in IMAGE_MIME_TYPES:
         raise InvalidInput(
-            f"An image is of type {kind[:80]!r}.", f"Send one of {', '.join(IMAGE_MIME_TYPES)}.", field=field
+            f"Images of type {kind[:80]!r} are not supported.",
+            f"Send one of {', '.join(IMAGE_MIME_TYPES)}.",
+            field=field,
         )
     try:
         base64.b64decode(data, validate=True)
     except (ValueError, binascii.Error):
         data = ""
     if not data:
-        raise InvalidInput("An image is not base64.", "Send the file itself in base64.", field=field)
+        raise InvalidInput("An image is not valid base64.", "Send the file itself in base64.", field=field)
     return ImageBlock(data=data, mime_type=kind)
 
 

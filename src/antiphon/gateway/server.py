@@ -33,7 +33,7 @@ from antiphon.gateway.shared_tokens import SharedTokens
 from antiphon.gateway.state import GatewayState
 from antiphon.gateway.tokens import TokenRegistry, build_owner_record
 from antiphon.gateway.ws import frames
-from antiphon.gateway.ws.fast_send import LimitedWebSocketProtocol
+from antiphon.gateway.ws.protocol import LimitedWebSocketProtocol
 from antiphon.gateway.ws.server import WebSocketServer
 
 SHUTDOWN_GRACE_SECONDS = 5  # for open requests to finish on shutdown
@@ -86,7 +86,7 @@ async def serve_gateway(
 ) -> AsyncGenerator[ListeningGateway]:
     """Open the application and listen until the context exits. Several gateways can share one `tokens_dir`."""
     host = choose_listen_address(config)
-    most = determine_max_connections()
+    max_connections = determine_max_connections()
     async with open_app(config, state_dir, **options) as opened:
         listener = open_listener(host, config.gateway.port if port is None else port)
         number = listener.getsockname()[1]
@@ -100,7 +100,7 @@ async def serve_gateway(
             )
             async with (
                 _refresh_shared_tokens(opened, tokens),
-                _serve_app(gateway, listener, _format_url(host, number), most) as served,
+                _serve_app(gateway, listener, _format_url(host, number), max_connections) as served,
             ):
                 yield served
         finally:
@@ -125,13 +125,15 @@ async def _refresh_shared_tokens(opened: App, tokens: TokenRegistry) -> AsyncGen
 
 @asynccontextmanager
 async def _serve_app(
-    gateway: GatewayState, listener: socket.socket, url: str, most: int
+    gateway: GatewayState, listener: socket.socket, url: str, max_connections: int
 ) -> AsyncGenerator[ListeningGateway]:
     hub = Hub(gateway)
     app = AsgiApp(gateway, hub)
     async with (
         app.http.open(),
-        _run_server(gateway, hub, _UvicornServer(_build_uvicorn_config(app, most)), listener, url) as served,
+        _run_server(
+            gateway, hub, _UvicornServer(_build_uvicorn_config(app, max_connections)), listener, url
+        ) as served,
     ):
         yield served
 
@@ -140,7 +142,7 @@ async def _serve_app(
 async def _run_server(
     gateway: GatewayState, hub: Hub, server: uvicorn.Server, listener: socket.socket, url: str
 ) -> AsyncGenerator[ListeningGateway]:
-    telling = asyncio.create_task(hub.run())
+    broadcasting = asyncio.create_task(hub.run())
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await _wait_until_started(server, task)
@@ -156,8 +158,8 @@ async def _run_server(
         gateway.closing.set()
         hub.broadcast_shutdown("the gateway is stopping")
         server.should_exit = True
-        telling.cancel()
-        await asyncio.gather(task, telling, return_exceptions=True)
+        broadcasting.cancel()
+        await asyncio.gather(task, broadcasting, return_exceptions=True)
 
 
 async def _wait_until_started(server: uvicorn.Server, task: asyncio.Task[None]) -> None:
@@ -167,12 +169,12 @@ async def _wait_until_started(server: uvicorn.Server, task: asyncio.Task[None]) 
         await asyncio.sleep(0.001)
 
 
-def _build_uvicorn_config(app: AsgiApp, most: int) -> uvicorn.Config:
+def _build_uvicorn_config(app: AsgiApp, max_connections: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",
         http=create_http_protocol(),
-        limit_concurrency=most + 1,  # at this count LimitedHttpProtocol closes a connection
+        limit_concurrency=max_connections + 1,  # at this count LimitedHttpProtocol closes a connection
         ws=LimitedWebSocketProtocol,
         ws_max_size=frames.MAX_FRAME_BYTES,
         ws_per_message_deflate=False,  # costs memory and time per client, for little gain on one machine
@@ -239,13 +241,13 @@ def open_listener(host: str, port: int) -> socket.socket:
         listener.close()
         what = f"Cannot listen on {host}:{port} ({error.strerror})."
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            hint = "Put an address of this machine into gateway.customBindHost."
+            hint = "Set gateway.customBindHost to an address of this machine."
             raise ConfigError(what, hint, path="gateway.customBindHost") from error
-        hint = "Stop what uses that port, or choose another with --port (0 takes any free one)."
+        hint = "Stop the process that uses that port, or choose another with --port (0 for any free one)."
         raise Unavailable(what, hint, port=port) from error
     return listener
 
 
 def _format_url(host: str, port: int) -> str:
-    shown = "127.0.0.1" if host == "0.0.0.0" else host  # noqa: S104
-    return f"ws://[{shown}]:{port}" if ":" in shown else f"ws://{shown}:{port}"
+    address = "127.0.0.1" if host == "0.0.0.0" else host  # noqa: S104
+    return f"ws://[{address}]:{port}" if ":" in address else f"ws://{address}:{port}"

@@ -87,10 +87,10 @@ class SharedTokens:
         try:
             await asyncio.to_thread(self._tokens.remove_tokens, rows)
         except (OSError, StoreError) as error:
-            log.warning("The tokens of the file stay valid here until they are removed from it. %s", error)
+            log.warning("Failed to remove tokens from the token file; they stay valid here. %s", error)
         if left := sorted(record.name for record in issued if record.digest not in rows):
             log.warning(
-                "Other tokens of the same names are in the database, so these stay in the file: %s", left
+                "Tokens stay in the token file, because the database has others of the same names: %s", left
             )
 
     async def refresh(self) -> None:

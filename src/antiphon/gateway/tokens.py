@@ -27,9 +27,8 @@ from antiphon.store.statedir import translate_os_error
 log = logging.getLogger(__name__)
 
 TOKEN_FILE_NAME = "tokens.json"  # noqa: S105
-LOCK_FILE_NAME = (
-    "tokens.lock"  # held during changes; the token file itself is replaced, so it cannot be locked
-)
+# Held during changes; the token file itself is replaced, so it cannot be locked.
+LOCK_FILE_NAME = "tokens.lock"
 LOCK_TIMEOUT_SECONDS = 5.0  # for a concurrent change to finish
 OWNER_TOKEN_NAME = "owner"  # noqa: S105
 FileVersion = tuple[int, int, int]
@@ -69,23 +68,23 @@ class TokenRegistry:
 
         Never raises: while the file cannot be read, the last known records apply.
         """
-        mark = _read_file_version(self._path)
-        if mark != self._seen_version:
+        version = _read_file_version(self._path)
+        if version != self._seen_version:
             try:
                 self._reload()
             except StoreError as error:
-                self._warn_once(mark, error)
+                self._warn_once(version, error)
         return [*self.records, *self.shared_records] if self.shared_records else self.records
 
     def _reload(self) -> None:
         fresh = TokenRegistry.read(self._path)
         self.records, self._seen_version, self._warned_version = fresh.records, fresh._seen_version, None
 
-    def _warn_once(self, mark: FileVersion, error: StoreError) -> None:
+    def _warn_once(self, version: FileVersion, error: StoreError) -> None:
         """Log an unreadable file once per version; it is checked with every request."""
-        if mark != self._warned_version:
-            log.warning("The tokens that were known before are still used. %s", error)
-        self._warned_version = mark
+        if version != self._warned_version:
+            log.warning("Token file could not be read; the tokens known before stay valid. %s", error)
+        self._warned_version = version
 
     @classmethod
     def open(cls, state_dir: Path) -> TokenRegistry:
@@ -142,7 +141,7 @@ class TokenRegistry:
             self._reload()
             if any(record.name == name for record in self.records):
                 raise Conflict(
-                    f"There is a token named {name!r} already.", "Choose another name, or revoke that one."
+                    f"A token named {name!r} already exists.", "Choose another name, or revoke that one."
                 )
             self._write_records([*self.records, record])
         return token
@@ -152,7 +151,7 @@ class TokenRegistry:
             self._reload()
             left = [record for record in self.records if record.name != name]
             if len(left) == len(self.records):
-                raise NotFound(f"There is no token named {name!r}.", "See `antiphon tokens list`.")
+                raise NotFound(f"No token is named {name!r}.", "See `antiphon tokens list`.")
             self._write_records(left)
 
     def remove_tokens(self, digests: Container[str]) -> None:
@@ -191,19 +190,19 @@ class TokenRegistry:
 
 def create_token(name: str, scopes: Iterable[str]) -> tuple[str, TokenRecord]:
     """Return a new token and the record to store for it."""
-    wanted = list(dict.fromkeys(scopes))
-    if unknown := set(wanted) - ALL_SCOPES:
+    granted = list(dict.fromkeys(scopes))
+    if unknown := set(granted) - ALL_SCOPES:
         raise InvalidInput(
             f"{sorted(unknown)[0]!r} is not a scope.",
             f"Use {', '.join(sorted(ALL_SCOPES))}.",
             field="scope",
         )
-    if not (0 < len(name) <= 64 and name.isprintable() and wanted):
+    if not (0 < len(name) <= 64 and name.isprintable() and granted):
         raise InvalidInput(
-            "A token needs a name of 1 to 64 characters and a scope.", "Give both.", field="name"
+            "A token needs a name of 1 to 64 characters and at least one scope.", "Pass both.", field="name"
         )
     token = secrets.token_urlsafe(32)
-    return token, _build_record(name, wanted, token)
+    return token, _build_record(name, granted, token)
 
 
 def _acquire_lock(file: int) -> None:
@@ -214,7 +213,7 @@ def _acquire_lock(file: int) -> None:
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 raise StoreError(
-                    "Another command is changing the tokens and does not end.", "End it, then try again."
+                    "Another command is changing the tokens and does not finish.", "Stop it, then try again."
                 ) from None
             time.sleep(0.01)
 

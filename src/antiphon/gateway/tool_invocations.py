@@ -23,7 +23,7 @@ from antiphon.config import Config
 from antiphon.engine import validation
 from antiphon.engine.runs.tool_invocation import run_with_cancel_grace
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
-from antiphon.errors import AntiphonError, InvalidInput, NotFound, StoreError
+from antiphon.errors import AntiphonError, InvalidInput, StoreError, ToolMissing
 from antiphon.gateway.http.responses import ErrorInfo, ErrorResponse, build_json_response, read_json
 from antiphon.gateway.state import GatewayState
 from antiphon.operations.sessions import ActingSession
@@ -45,10 +45,6 @@ class ToolInvocation(msgspec.Struct, frozen=True, kw_only=True, rename="camel", 
     session_key: str | None = None
     agent_id: str | None = None
     dry_run: bool = False
-
-
-class ToolMissing(NotFound):
-    """The tool does not exist or is not offered to this caller."""
 
 
 class InvocationOutcome(NamedTuple):

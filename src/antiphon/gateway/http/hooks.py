@@ -76,10 +76,10 @@ class HookEndpoints:
         if self._token is None:
             await self.open()
         kind, _, bearer = request.headers.get("authorization", "").partition(" ")
-        given = bearer.strip() if kind.lower() == "bearer" else request.headers.get("x-openclaw-token")
+        secret = bearer.strip() if kind.lower() == "bearer" else request.headers.get("x-openclaw-token")
         origin = request.headers.get("origin")
         self._gateway.authenticator.check_endpoint_secret(
-            address, origin, given, self._token or "", "hook token"
+            address, origin, secret, self._token or "", "hook token"
         )
 
     async def post_agent(self, request: Request) -> Response:
@@ -139,7 +139,7 @@ class HookEndpoints:
     def _check_requested_session(self, reference: str, agent_id: str | None) -> str:
         if not self._settings.allow_request_session_key:
             raise InvalidInput(
-                "A hook may not choose its session here.",
+                "Hooks may not choose their session here.",
                 "Leave 'sessionKey' out, or set hooks.allowRequestSessionKey.",
                 field="sessionKey",
             )
@@ -150,8 +150,8 @@ class HookEndpoints:
             text.startswith(prefix) for prefix in allowed for text in spellings
         ):
             raise Forbidden(
-                f"A hook may not choose the session {reference[:200]!r}.",
-                "Use one that hooks.allowedSessionKeyPrefixes admits.",
+                f"Hooks may not choose the session {reference[:200]!r}.",
+                "Use one that hooks.allowedSessionKeyPrefixes allows.",
             )
         if key.shape != "global" and agent_id is not None and key.agent_id != agent_id.lower():
             raise InvalidInput(
@@ -173,7 +173,7 @@ class HookEndpoints:
         )
         if isinstance(key, keys.SessionIdRef):
             raise InvalidInput(
-                "A hook names a session by its key.",
+                "Hooks name a session by its key.",
                 "Write agent:<agentId>:hook:<name>, or leave 'sessionKey' out.",
                 field="sessionKey",
             )
@@ -185,7 +185,7 @@ class HookEndpoints:
         allowed = self._settings.allowed_agent_ids
         if allowed is not None and not any(fnmatchcase(agent_id, pattern.lower()) for pattern in allowed):
             raise Forbidden(
-                f"A hook may not start the agent {agent_id!r}.", "Use one that hooks.allowedAgentIds admits."
+                f"Hooks may not start agent {agent_id!r}.", "Use one that hooks.allowedAgentIds allows."
             )
         return agent_id
 
@@ -193,7 +193,7 @@ class HookEndpoints:
 def _check_name(name: str | None) -> None:
     if name is not None and not name.isprintable():
         raise InvalidInput(
-            "'name' holds characters that cannot be shown.",
-            "Use letters, digits, punctuation and blanks.",
+            "'name' contains characters that cannot be displayed.",
+            "Use letters, digits, punctuation and spaces.",
             field="name",
         )

@@ -1,7 +1,7 @@
 """Limits for unauthenticated connections: the bytes and seconds of a request's head, and how many are open.
 
 When too many are open, the oldest that have sent nothing yet are closed (`PendingPeers`). The body of a request
-is bounded in `responses`, a WebSocket in `ws.fast_send` and `ws.server`.
+is bounded in `responses`, a WebSocket in `ws.protocol` and `ws.server`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ HEAD_TOO_LARGE_MESSAGE = (
 def determine_max_connections() -> int:
     """Return how many connections the limit on open files allows, after raising the soft limit if it is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + RESERVED_FILE_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    needed = MAX_CONNECTIONS + RESERVED_FILE_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return (
         MAX_CONNECTIONS
@@ -73,9 +73,9 @@ class PendingPeers:
         """Evict one peer; False if there is none."""
         if not self._peers:
             return False
-        most = max(self._count_by_address.values())
+        highest = max(self._count_by_address.values())
         for ticket, (address, evict) in self._peers.items():
-            if self._count_by_address[address] == most:
+            if self._count_by_address[address] == highest:
                 self.discard(ticket)
                 evict()
                 return True

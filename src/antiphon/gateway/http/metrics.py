@@ -60,12 +60,12 @@ class Metrics:
         self._tracked_runs: dict[str, _TrackedRun] = {}
         """Runs in progress, as far as events have been received."""
         self._active_run_counts: Tally[str] = Tally()
-        self._runs = Counter("antiphon_runs", "Runs that ended.", ["outcome"], registry=registry)
+        self._runs = Counter("antiphon_runs", "Ended runs.", ["outcome"], registry=registry)
         self._messages = Counter("antiphon_messages_appended", "Transcript entries.", registry=registry)
         self._requests = Counter(
-            "antiphon_http_requests", "Answers over HTTP.", ["method", "route", "status"], registry=registry
+            "antiphon_http_requests", "HTTP responses.", ["method", "route", "status"], registry=registry
         )
-        self._lag = Gauge("antiphon_event_loop_lag_seconds", "How late the loop is.", registry=registry)
+        self._lag = Gauge("antiphon_event_loop_lag_seconds", "Delay of the event loop.", registry=registry)
         self.sockets = Gauge("antiphon_sockets", "Connected WebSockets.", registry=registry)
         """Set by the WebSocket server."""
         streams = Gauge("antiphon_streams", "Open streams and waits over HTTP.", registry=registry)
@@ -75,7 +75,7 @@ class Metrics:
             gauge.set_function(lambda state=state: self._active_run_counts[state])
         self._starts = Histogram(
             "antiphon_run_start_seconds",
-            "From a run's acceptance to its start, behind others of its session or not.",
+            "Time from a run's acceptance to its start, including the wait for other runs of its session.",
             buckets=RUN_START_BUCKETS_SECONDS,
             registry=registry,
         )
@@ -144,7 +144,7 @@ class _StoreCollector(Collector):
 
     def __init__(self, gateway: GatewayState) -> None:
         self._gateway = gateway
-        self._standing: SystemStatus | None = None
+        self._status: SystemStatus | None = None
         self._answer_seconds = 0.0
         self._fresh_until = 0.0
         self._refresh_lock = asyncio.Lock()
@@ -158,43 +158,45 @@ class _StoreCollector(Collector):
                 return
             try:
                 async with asyncio.timeout(STORE_TIMEOUT_SECONDS):
-                    self._standing = await self._gateway.app.operations.status.get(READ_ONLY_CALLER)
+                    self._status = await self._gateway.app.operations.status.get(READ_ONLY_CALLER)
             except (AntiphonError, TimeoutError) as error:
                 log.warning("The store did not answer: %s", error or "it took too long")
-                self._standing = None
+                self._status = None
             self._answer_seconds = loop.time() - began
             self._fresh_until = loop.time() + STORE_CACHE_SECONDS
 
     def collect(self) -> Iterable[Metric]:
-        yield _build_gauge("antiphon_build_info", "The version that runs.", {__version__: 1}, "version")
-        heard = self._gateway.app.links.is_connected()
-        yield _build_gauge("antiphon_bus_connected", "Whether other replicas can be heard.", heard)
-        yield _build_gauge("antiphon_store_up", "Whether the store answered.", self._standing is not None)
+        yield _build_gauge("antiphon_build_info", "The running version.", {__version__: 1}, "version")
+        is_connected = self._gateway.app.links.is_connected()
+        yield _build_gauge("antiphon_bus_connected", "Whether other replicas can be reached.", is_connected)
+        yield _build_gauge("antiphon_store_up", "Whether the store answered.", self._status is not None)
         yield _build_gauge(
             "antiphon_store_answer_seconds", "How long the store took to answer.", self._answer_seconds
         )
-        if self._standing is not None:
-            yield from _collect_store_metrics(self._standing)
+        if self._status is not None:
+            yield from _collect_store_metrics(self._status)
 
 
-def _collect_store_metrics(standing: SystemStatus) -> Iterable[Metric]:
-    runs = {"queued": standing.queued, "running": standing.running, "abandoned": standing.abandoned}
+def _collect_store_metrics(status: SystemStatus) -> Iterable[Metric]:
+    runs = {"queued": status.queued, "running": status.running, "abandoned": status.abandoned}
     yield _build_gauge(
-        "antiphon_store_runs", "Runs that are not over; up to 10,000 are counted.", runs, "state"
+        "antiphon_store_runs", "Runs that have not ended; at most 10,000 are counted.", runs, "state"
     )
-    words = "How long the oldest run waits that nothing but a replica is missing for."
-    yield _build_gauge("antiphon_store_idle_seconds", words, standing.idle_seconds)
-    kept = {"pending": standing.pending, "ambiguous": standing.ambiguous, "dead": standing.dead}
-    yield _build_gauge("antiphon_store_deliveries", "Words that did not reach people (yet).", kept, "state")
-    yield _build_gauge("antiphon_replicas", "Gateways whose lease is valid.", standing.replicas)
+    description = "Waiting time of the oldest run that could start if a replica took it."
+    yield _build_gauge("antiphon_store_idle_seconds", description, status.idle_seconds)
+    deliveries = {"pending": status.pending, "ambiguous": status.ambiguous, "dead": status.dead}
+    yield _build_gauge(
+        "antiphon_store_deliveries", "Deliveries that have not reached people.", deliveries, "state"
+    )
+    yield _build_gauge("antiphon_replicas", "Gateways whose lease is valid.", status.replicas)
 
 
-def _build_gauge(name: str, words: str, value: float | dict[str, int], label: str = "") -> Metric:
+def _build_gauge(name: str, description: str, value: float | dict[str, int], label: str = "") -> Metric:
     if not isinstance(value, dict):
-        return GaugeMetricFamily(name, words, value=float(value))
-    family = GaugeMetricFamily(name, words, labels=[label])
-    for word, number in value.items():
-        family.add_metric([word], number)
+        return GaugeMetricFamily(name, description, value=float(value))
+    family = GaugeMetricFamily(name, description, labels=[label])
+    for label_value, number in value.items():
+        family.add_metric([label_value], number)
     return family
 
 

@@ -23,7 +23,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from antiphon import validation_errors
-from antiphon.errors import AntiphonError, InvalidInput, TooLarge, TooManyFailures, Unauthorized, Unavailable
+from antiphon.errors import (
+    AntiphonError,
+    InvalidInput,
+    RunContinues,
+    TooLarge,
+    TooManyFailures,
+    Unauthorized,
+    Unavailable,
+)
 from antiphon.gateway.auth import ClientIdentity
 from antiphon.gateway.state import GatewayState
 
@@ -42,7 +50,9 @@ SECURITY_HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
 }
-UNEXPECTED_ERROR_MESSAGE = "The gateway failed to answer this. See its log for the details, then try again."
+UNEXPECTED_ERROR_MESSAGE = (
+    "The gateway failed to handle this request. See its log for the details, then try again."
+)
 
 
 def build_json_response(
@@ -71,10 +81,6 @@ class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     ok: bool | UnsetType = False
     error: ErrorInfo
-
-
-class RunContinues(Unavailable):
-    """The gateway is stopping, but the run was accepted; a retry without the same idempotency key starts another."""
 
 
 def get_error_type(error: AntiphonError) -> str:
@@ -113,17 +119,17 @@ def build_wrong_method_response(allowed: str) -> Response:
 
 
 async def read_json(
-    request: Request, shape: type[T], most: int = MAX_BODY_BYTES, *, hint: str = "Fix that field."
+    request: Request, shape: type[T], max_bytes: int = MAX_BODY_BYTES, *, hint: str = "Fix that field."
 ) -> T:
-    """Return the body decoded as `shape`. A body over `most` bytes is rejected without being kept."""
+    """Return the body decoded as `shape`. A body over `max_bytes` bytes is rejected without being kept."""
     _check_media_type(request.headers.get("content-type"))
-    body = await _read_body(request, most)
+    body = await _read_body(request, max_bytes)
     try:
         return msgspec.json.decode(body, type=shape)
     except msgspec.ValidationError as error:
         found = validation_errors.parse_validation_error(error)
         raise InvalidInput(
-            f"The body cannot be accepted: {validation_errors.shorten_error(error)}.",
+            f"The body is invalid: {validation_errors.shorten_error(error)}.",
             hint,
             **({"field": found.field} if found.field else {}),
         ) from error
@@ -135,31 +141,34 @@ def _check_media_type(header: str | None) -> None:
     kind = (header or "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise InvalidInput(
-            f"A body of the type {kind[:80]!r} is not taken.", "Send it with content-type: application/json."
+            f"Bodies of type {kind[:80]!r} are not accepted.", "Send it with content-type: application/json."
         )
 
 
-async def _read_body(request: Request, most: int) -> bytes:
+async def _read_body(request: Request, max_bytes: int) -> bytes:
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > most:
-        raise _build_too_large_error(int(declared), most)  # the server discards the rest
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _build_too_large_error(int(declared), max_bytes)  # the server discards the rest
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > most:
-                    raise _build_too_large_error(len(body), most)
+                if len(body) > max_bytes:
+                    raise _build_too_large_error(len(body), max_bytes)
     except TimeoutError:
         raise InvalidInput(
-            f"The body did not arrive within {BODY_TIMEOUT_SECONDS:g} seconds.", "Send it at once."
+            f"The body did not arrive within {BODY_TIMEOUT_SECONDS:g} seconds.", "Send it faster."
         ) from None
     return bytes(body)
 
 
-def _build_too_large_error(size: int, most: int) -> TooLarge:
+def _build_too_large_error(size: int, max_bytes: int) -> TooLarge:
     return TooLarge(
-        f"The body has {size} bytes or more; at most {most} are taken.", "Send less.", bytes=size, max=most
+        f"The body has {size} bytes or more; at most {max_bytes} are accepted.",
+        "Send less.",
+        bytes=size,
+        max=max_bytes,
     )
 
 
@@ -169,14 +178,14 @@ def _build_too_large_error(size: int, most: int) -> TooLarge:
 class StreamSlots:
     """Limits the number of open streams and waits; requests beyond the limit are rejected immediately."""
 
-    def __init__(self, most: int = MAX_OPEN_STREAMS) -> None:
-        self.max_open = most
+    def __init__(self, max_open: int = MAX_OPEN_STREAMS) -> None:
+        self.max_open = max_open
         self.open_count = 0
 
     def acquire(self) -> None:
         if self.open_count >= self.max_open:
             raise Unavailable(
-                f"{self.max_open} requests are open already, which is as many as there may be.",
+                f"{self.max_open} requests are open, which is the limit.",
                 "Try again later.",
             )
         self.open_count += 1
@@ -243,9 +252,9 @@ class EventStream(EventSourceResponse):
             async with aclosing(self._events):
                 await super().__call__(scope, receive, send)
         except SendTimeoutError:
-            log.info("A reader of a stream did not read for %g seconds and was dropped", SEND_TIMEOUT_SECONDS)
+            log.info("Stream closed: the client did not read for %g s", SEND_TIMEOUT_SECONDS)
         except AntiphonError as error:
-            log.warning("A stream ended early: %s", error)
+            log.warning("Stream ended early: %s", error)
         finally:
             self._slots.release()
 
@@ -300,8 +309,8 @@ async def wait_while_connected(request: Request, closing: asyncio.Event, work: A
         if gone.done():
             raise ClientDisconnect
         raise RunContinues(
-            "The gateway is stopping; the run goes on when it is back.",
-            "Ask again then, with the same Idempotency-Key.",
+            "The gateway is stopping; the run continues after the restart.",
+            "Send the request again then, with the same Idempotency-Key.",
         )
     finally:
         await cancel_and_wait(task, gone, closed)

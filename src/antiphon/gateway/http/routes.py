@@ -22,8 +22,7 @@ from antiphon.access import Caller
 from antiphon.errors import AntiphonError, InvalidInput, NotFound
 from antiphon.gateway import health, tool_invocations
 from antiphon.gateway.auth import ClientIdentity
-from antiphon.gateway.http import history
-from antiphon.gateway.http import responses as replies
+from antiphon.gateway.http import history, responses
 from antiphon.gateway.http.hooks import HookEndpoints
 from antiphon.gateway.http.metrics import Metrics
 from antiphon.gateway.http.responses import StreamSlots, build_json_response
@@ -115,7 +114,7 @@ class HttpRoutes:
 
     def _build_openai_routes(self) -> list[BaseRoute]:
         endpoints = self._gateway.app.config.gateway.http.endpoints
-        chat, responses = endpoints.chat_completions.enabled, endpoints.responses.enabled
+        has_chat, has_responses = endpoints.chat_completions.enabled, endpoints.responses.enabled
         models = self._require_caller(partial(common.get_models, self._gateway))
         switches = (
             "gateway.http.endpoints.chatCompletions.enabled",
@@ -124,9 +123,9 @@ class HttpRoutes:
         off = RouteHandler("/v1/{path:path}", {}, self.metrics, common.build_error_response)
         refuse = [_build_disabled_endpoints(switch) for switch in (*switches, " or ".join(switches))]
         routes: list[tuple[str, dict[str, Endpoint]]] = [
-            ("/v1/chat/completions", self._build_chat_endpoints() if chat else refuse[0]),
-            ("/v1/responses", self._build_responses_endpoints() if responses else refuse[1]),
-            ("/v1/models", {"GET": models} if chat or responses else refuse[2]),
+            ("/v1/chat/completions", self._build_chat_endpoints() if has_chat else refuse[0]),
+            ("/v1/responses", self._build_responses_endpoints() if has_responses else refuse[1]),
+            ("/v1/models", {"GET": models} if has_chat or has_responses else refuse[2]),
         ]
         return [
             *(self._build_openai_route(path, **methods) for path, methods in routes),
@@ -175,10 +174,10 @@ class HttpRoutes:
     # --- authentication ---
 
     def _require_caller(self, endpoint: CallerEndpoint) -> Endpoint:
-        async def called(identity: ClientIdentity, request: Request) -> Response:
+        async def with_caller(identity: ClientIdentity, request: Request) -> Response:
             return await endpoint(identity.to_caller(), request)
 
-        return self._require_identity(called)
+        return self._require_identity(with_caller)
 
     def _require_identity(self, endpoint: IdentityEndpoint) -> Endpoint:
         """Wrap an endpoint that may stay open: it needs the identity to notice a revoked token."""
@@ -209,8 +208,8 @@ class RouteHandler:
         template: str,
         endpoints: Mapping[str, Endpoint],
         metrics: Metrics,
-        errors: Callable[[AntiphonError], Response] = replies.build_error_response,
-        unexpected: Callable[[], Response] = replies.build_unexpected_error_response,
+        errors: Callable[[AntiphonError], Response] = responses.build_error_response,
+        unexpected: Callable[[], Response] = responses.build_unexpected_error_response,
     ) -> None:
         self._template = template
         self._endpoints = {**endpoints, **({"HEAD": endpoints["GET"]} if "GET" in endpoints else {})}
@@ -231,12 +230,12 @@ class RouteHandler:
     async def _respond(self, request: Request) -> Response | None:
         try:
             if not self._endpoints:
-                raise NotFound("There is nothing at this address.", "GET /openapi.json lists what there is.")
+                raise NotFound("This path does not exist.", "See GET /openapi.json for the paths.")
             endpoint = self._endpoints.get(request.method)
             return (
                 await endpoint(request)
                 if endpoint
-                else replies.build_wrong_method_response(", ".join(self._endpoints))
+                else responses.build_wrong_method_response(", ".join(self._endpoints))
             )
         except AntiphonError as error:
             return self._build_error_response(error)
@@ -250,7 +249,7 @@ class RouteHandler:
 def _build_disabled_endpoints(setting: str) -> dict[str, Endpoint]:
     async def refuse(request: Request) -> Response:
         raise NotFound(
-            f"{request.url.path} is switched off.", f"Set {setting} to true in the configuration and restart."
+            f"{request.url.path} is disabled.", f"Set {setting} to true in the configuration and restart."
         )
 
     return dict.fromkeys(("GET", "POST"), refuse)
@@ -264,7 +263,7 @@ def get_client_address(request: Request) -> str:
 def _check_query_has_no_token(request: Request) -> None:
     if "token" in request.query_params:
         raise InvalidInput(
-            "A token does not belong into an address: addresses are logged and shared.",
+            "A token must not be part of a URL: URLs are logged and shared.",
             "Send it as the header Authorization: Bearer <token>.",
             field="token",
         )

@@ -68,9 +68,9 @@ class StreamedText:
     def _extend_to(self, text: str) -> str:
         if self._step_text.startswith(text):
             return ""  # the step restarted and has not yet caught up
-        goes_on = bool(self._step_text) and text.startswith(self._step_text)
-        new = text[len(self._step_text) :] if goes_on else text
-        if self.sent_text and not goes_on:
+        continues = bool(self._step_text) and text.startswith(self._step_text)
+        new = text[len(self._step_text) :] if continues else text
+        if self.sent_text and not continues:
             new = STEP_SEPARATOR + new
         self._step_text = text
         self.sent_text += new
@@ -90,15 +90,15 @@ async def stream_run(
         try:
             accepted = await operations.messages.submit(caller, message)
             yield accepted
-            words = StreamedText(message.options.tool_names if message.options else frozenset())
+            streamed = StreamedText(message.options.tool_names if message.options else frozenset())
             ended = asyncio.ensure_future(operations.runs.wait(caller, accepted.run_id, timeout))
             while await _wait_for_event(coming, ended):
-                if piece := _get_new_text(words, accepted.run_id, coming.result()):
+                if piece := _get_new_text(streamed, accepted.run_id, coming.result()):
                     yield piece
                 coming = asyncio.ensure_future(anext(feed))
             view = await ended
             # The end may arrive before the last pieces; its reply has the same text.
-            if rest := words.finish(view.reply):
+            if rest := streamed.finish(view.reply):
                 yield rest
             yield view
         finally:
@@ -111,23 +111,23 @@ async def _wait_for_event(coming: asyncio.Future[Event], ended: asyncio.Future[R
     return coming.done() and not isinstance(coming.exception(), StopAsyncIteration)
 
 
-def _get_new_text(words: StreamedText, run_id: str, event: Event) -> str:
+def _get_new_text(streamed: StreamedText, run_id: str, event: Event) -> str:
     if isinstance(event, Delta) and event.run_id == run_id:
-        return words.add_delta(event)
+        return streamed.add_delta(event)
     # An entry read from the store has no run id. Runs of a session do not overlap, so it belongs to this run
     # if a delta of this run preceded it.
     if isinstance(event, MessageAppended) and (
-        event.run_id == run_id or (event.run_id is None and words.has_begun)
+        event.run_id == run_id or (event.run_id is None and streamed.has_begun)
     ):
-        return _get_step_text(words, event.body)
+        return _get_step_text(streamed, event.body)
     return ""
 
 
-def _get_step_text(words: StreamedText, body: str) -> str:
+def _get_step_text(streamed: StreamedText, body: str) -> str:
     try:
         message = decode_message(body)
     except InvalidInput:
         return ""
     if not isinstance(message, AssistantMessage) or message.provider == CLIENT_PROVIDER:
         return ""  # an earlier message that the client itself sent
-    return words.add_committed_step(message)
+    return streamed.add_committed_step(message)

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from antiphon.access import READ_SCOPE, WRITE_SCOPE
 from antiphon.bus import run_topic
-from antiphon.errors import AntiphonError, InvalidInput, NotFound
+from antiphon.errors import AgentRunFailed, InvalidInput, NotFound
 from antiphon.gateway import incoming_messages
 from antiphon.gateway.incoming_messages import ImageAttachment
 from antiphon.gateway.methods.registry import MethodCall, qualify_session_key, rpc_method
@@ -22,18 +22,11 @@ RUN_POLL_SECONDS = 5.0  # between checks for a run that does not exist yet, if n
 MAX_WAIT_MS = 24 * 3600 * 1000
 
 
-class AgentRunFailed(AntiphonError):
-    """The run of an `run_agent` request ended badly; the payload says how."""
-
-    code = "run_failed"
-    ws = "UNAVAILABLE"
-
-
 ShortText = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 
 class ProvenanceParams(Params, frozen=True):
-    """What a client says of where a text comes from. That it came from another session only we can say."""
+    """Origin of a text, as the client describes it. That it came from another session is never taken from a client."""
 
     kind: ShortText
     origin_session_id: ShortText | None = None
@@ -57,7 +50,7 @@ class AgentParams(Params, frozen=True):
     extra_system_prompt: str | None = None
     input_provenance: ProvenanceParams | None = None
     deliver: bool | None = None
-    """The answer is to be posted to `channel` and `to`; to the session's own page, which shows it, by default."""
+    """Post the answer to `channel` and `to`. By default it is only shown in the session."""
     best_effort_deliver: bool | None = None
     channel: str | None = None
     reply_channel: str | None = None
@@ -81,17 +74,17 @@ class AgentParams(Params, frozen=True):
 async def run_agent(call: MethodCall, params: AgentParams) -> dict[str, Any]:
     """Submit a message. Responds twice: when it is durable, and when its run has ended."""
     _check_delivery(params)
-    spoken = await incoming_messages.submit_or_run_command(
+    outcome = await incoming_messages.submit_or_run_command(
         call.operations, call.caller, _build_message(call, params)
     )
-    if spoken.accepted is None:
+    if outcome.accepted is None:
         return {
             "runId": params.idempotency_key,
             "status": "ok",
-            "summary": spoken.done,
+            "summary": outcome.done,
             "result": {"payloads": []},
         }
-    accepted = spoken.accepted
+    accepted = outcome.accepted
     receipt = {
         "runId": accepted.run_id,
         "status": "accepted",
@@ -122,7 +115,7 @@ def _check_delivery(params: AgentParams) -> None:
 
 
 def _build_message(call: MethodCall, params: AgentParams) -> IncomingMessage:
-    given = params.input_provenance
+    source = params.input_provenance
     model = f"{params.provider}/{params.model}" if params.provider and params.model else params.model
     return IncomingMessage(
         session=_choose_session(call, params),
@@ -135,10 +128,10 @@ def _build_message(call: MethodCall, params: AgentParams) -> IncomingMessage:
         timeout_seconds=params.timeout or None,
         provenance=Provenance(
             kind="external",
-            source_channel=given.source_channel,
-            source_tool=given.source_tool,
+            source_channel=source.source_channel,
+            source_tool=source.source_tool,
         )
-        if given
+        if source
         else None,
     )
 
@@ -172,7 +165,7 @@ def _format_ended_run(view: RunView, session_id: str) -> dict[str, Any]:
         summary = "completed" if view.state == "ok" else "incomplete"
         return {"runId": view.run_id, "status": "ok", "summary": summary, "result": result}
     payload = {"runId": view.run_id, "status": "error", "summary": view.error, "result": result}
-    what = view.error or f"The run ended as {view.state}."
+    what = view.error or f"The run ended with state {view.state!r}."
     raise AgentRunFailed(what, "To try again, send it with a new idempotency key.", payload=payload)
 
 
@@ -201,7 +194,7 @@ def _format_waited_run(view: RunView) -> dict[str, Any]:
     if not view.has_ended:
         return {"runId": view.run_id, "status": "timeout", "run": view}
     status = {"ok": "ok", "incomplete": "ok", "timeout": "timeout"}.get(view.state, "error")
-    facts = {
+    payload = {
         "runId": view.run_id,
         "status": status,
         "startedAt": view.started_at or view.created_at,
@@ -211,5 +204,5 @@ def _format_waited_run(view: RunView) -> dict[str, Any]:
         "run": view,
     }
     if view.state == "cancelled":
-        return {**facts, "error": "aborted", "stopReason": "rpc"}
-    return {**facts, "error": view.error} if view.error else facts
+        return {**payload, "error": "aborted", "stopReason": "rpc"}
+    return {**payload, "error": view.error} if view.error else payload

@@ -94,7 +94,7 @@ async def _build_filter(call: MethodCall, reference: str, params: ChatHistoryPar
 
 
 def fit_history_bytes(
-    messages: list[dict[str, Any]], most: int = MAX_HISTORY_BYTES
+    messages: list[dict[str, Any]], max_bytes: int = MAX_HISTORY_BYTES
 ) -> tuple[list[msgspec.Raw], int]:
     """Return the newest messages that fit, and how many do not. An oversized message becomes a placeholder."""
     kept: list[msgspec.Raw] = []
@@ -104,11 +104,11 @@ def fit_history_bytes(
         if len(raw) > MAX_HISTORY_MESSAGE_BYTES:
             marks = {**item["__openclaw"], "truncated": True, "reason": "oversized"}
             text = "[left out: the message is too large to show here]"
-            shown = {**item, "content": [{"type": "text", "text": text}], "__openclaw": marks}
-            shown.pop("details", None)
-            raw = msgspec.json.encode(shown)
+            placeholder = {**item, "content": [{"type": "text", "text": text}], "__openclaw": marks}
+            placeholder.pop("details", None)
+            raw = msgspec.json.encode(placeholder)
         size += len(raw)
-        if kept and size > min(most, MAX_HISTORY_BYTES):
+        if kept and size > min(max_bytes, MAX_HISTORY_BYTES):
             break
         kept.append(msgspec.Raw(raw))
     return kept[::-1], len(messages) - len(kept)
@@ -186,7 +186,7 @@ async def submit_message(call: MethodCall, message: IncomingMessage) -> dict[str
 
 def build_receipt(call: MethodCall, accepted: MessageReceipt) -> dict[str, Any]:
     if accepted.new:
-        call.connection.delay_run_ends()
+        call.connection.hold_run_ends()
         call.hub.run_streams.track_run(accepted.run_id, accepted.session_key)
     return {
         "runId": accepted.run_id,
@@ -200,8 +200,8 @@ def build_receipt(call: MethodCall, accepted: MessageReceipt) -> dict[str, Any]:
 def _format_run_status(state: str, *, new: bool) -> str:
     if new:
         return "started"
-    stands = {"queued": "in_flight", "running": "in_flight", "ok": "ok", "incomplete": "ok"}
-    return stands.get(state, "error")
+    statuses = {"queued": "in_flight", "running": "in_flight", "ok": "ok", "incomplete": "ok"}
+    return statuses.get(state, "error")
 
 
 class ChatAbortParams(Params, frozen=True):

@@ -126,16 +126,16 @@ class SessionResetParams(Params, frozen=True):
     expected_session_id: str | None = None
     reason: Literal["new", "reset"] = "reset"
     if_idle: bool = False
-    """Refuse, instead of stopping what runs and dropping what waits."""
+    """Refuse if runs are active or queued, instead of stopping them."""
     idempotency_key: IdempotencyKey | None = None
 
 
 @rpc_method("sessions.reset", ADMIN_SCOPE, SessionResetParams, waits=True)
 async def reset_session(call: MethodCall, params: SessionResetParams) -> dict[str, Any]:
-    begin_anew = (
+    start_conversation = (
         call.operations.conversations.renew if params.if_idle else call.operations.conversations.reset
     )
-    view = await begin_anew(
+    view = await start_conversation(
         call.caller,
         qualify_session_key(params.key, params.agent_id),
         params.reason,
@@ -156,7 +156,7 @@ async def _resolve_expected_session(call: MethodCall, session: str, session_id: 
     if view.session_id != session_id:
         raise Conflict(
             f"Session {session!r} has moved on to another conversation.",
-            "Look at it again first.",
+            "Read it again first.",
             key=session,
         )
     return session_id

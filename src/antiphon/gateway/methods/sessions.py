@@ -56,7 +56,7 @@ class SessionListParams(Params, frozen=True):
 async def list_sessions(call: MethodCall, params: SessionListParams) -> dict[str, Any]:
     """List sessions, newest first. `nextCursor` is cheaper than `offset`, which has to skip rows."""
     limit = min(params.limit or MAX_SESSIONS_PER_PAGE, MAX_SESSIONS_PER_PAGE)
-    wanted = ListFilter(
+    filter = ListFilter(
         kinds=_choose_kinds(params),
         limit=limit,
         active_minutes=params.active_minutes or None,
@@ -67,9 +67,9 @@ async def list_sessions(call: MethodCall, params: SessionListParams) -> dict[str
         include_archived=bool(params.archived),
         cursor=params.cursor,
     )
-    wanted = await _skip_rows(call, wanted, params.offset)
-    page = await call.operations.sessions.list(call.caller, wanted)
-    found = [view for view in page.sessions if _is_wanted(view, params)]
+    filter = await _skip_rows(call, filter, params.offset)
+    page = await call.operations.sessions.list(call.caller, filter)
+    found = [view for view in page.sessions if _matches_filters(view, params)]
     return {
         "ts": call.now,
         "path": call.gateway.database_path,
@@ -88,39 +88,39 @@ async def _build_rows(
 ) -> Sequence[object]:
     if not (params.include_last_message or params.include_derived_titles):
         return [wire.build_session_row(view) for view in found]
-    more = [wire.build_session_dict(view) for view in found]
-    await _add_last_messages(call, more)
-    return more
+    rows = [wire.build_session_dict(view) for view in found]
+    await _add_last_messages(call, rows)
+    return rows
 
 
 def _choose_kinds(params: SessionListParams) -> list[str] | None:
-    left_out = {"cron"} if params.exclude_cron else set[str]()
-    left_out |= {"hook", "node"} if params.exclude_system else set[str]()
-    if not left_out:
+    excluded = {"cron"} if params.exclude_cron else set[str]()
+    excluded |= {"hook", "node"} if params.exclude_system else set[str]()
+    if not excluded:
         return params.kinds
-    return [kind for kind in params.kinds or SESSION_KINDS if kind not in left_out]
+    return [kind for kind in params.kinds or SESSION_KINDS if kind not in excluded]
 
 
-def _is_wanted(view: SessionView, params: SessionListParams) -> bool:
+def _matches_filters(view: SessionView, params: SessionListParams) -> bool:
     """Return whether a row passes the filters without an index; a page may have fewer rows than its limit."""
     if params.active_only and view.state != "running":
         return False
     return not (params.exclude_subagents and ":subagent:" in view.key)
 
 
-async def _skip_rows(call: MethodCall, wanted: ListFilter, offset: int) -> ListFilter:
+async def _skip_rows(call: MethodCall, filter: ListFilter, offset: int) -> ListFilter:
     """Return the filter moved past `offset` rows, page by page; at most 1000, beyond that clients use a cursor."""
     if offset > 1000:
-        raise InvalidInput("'offset' is at most 1000.", "Use nextCursor to go on.", field="offset")
+        raise InvalidInput("'offset' is at most 1000.", "Continue with nextCursor.", field="offset")
     while offset > 0:
         page = await call.operations.sessions.list(
-            call.caller, msgspec.structs.replace(wanted, limit=min(offset, MAX_SESSIONS_PER_PAGE))
+            call.caller, msgspec.structs.replace(filter, limit=min(offset, MAX_SESSIONS_PER_PAGE))
         )
         if page.next_cursor is None:
-            return msgspec.structs.replace(wanted, cursor="0|~")  # after the last row
+            return msgspec.structs.replace(filter, cursor="0|~")  # after the last row
         offset -= page.count
-        wanted = msgspec.structs.replace(wanted, cursor=page.next_cursor)
-    return wanted
+        filter = msgspec.structs.replace(filter, cursor=page.next_cursor)
+    return filter
 
 
 async def _add_last_messages(call: MethodCall, found: list[dict[str, Any]]) -> None:
@@ -150,10 +150,10 @@ class SessionResolveParams(Params, frozen=True):
 
 @rpc_method("sessions.resolve", READ_SCOPE, SessionResolveParams)
 async def resolve_session(call: MethodCall, params: SessionResolveParams) -> dict[str, Any]:
-    given = [value for value in (params.key, params.session_id, params.label) if value]
-    if not given:
+    references = [value for value in (params.key, params.session_id, params.label) if value]
+    if not references:
         raise InvalidInput("Either key, sessionId, or label is required.", "Pass one.", field="key")
-    if len(given) > 1:
+    if len(references) > 1:
         raise InvalidInput(
             "Provide either key, sessionId, or label (not multiple).", "Pass one.", field="key"
         )
@@ -166,7 +166,7 @@ async def resolve_session(call: MethodCall, params: SessionResolveParams) -> dic
             what = (
                 f"No session found with label: {params.label}"
                 if params.label
-                else f"No session found: {given[0]}"
+                else f"No session found: {references[0]}"
             )
             raise NotFound(f"{what}.", "See sessions.list.") from None
         raise
@@ -262,9 +262,9 @@ class SessionGetParams(Params, frozen=True):
 
 @rpc_method("sessions.get", READ_SCOPE, SessionGetParams)
 async def get_session_messages(call: MethodCall, params: SessionGetParams) -> dict[str, Any]:
-    wanted = HistoryFilter(limit=params.limit, include_tools=True)
+    filter = HistoryFilter(limit=params.limit, include_tools=True)
     page = await call.operations.transcripts.read(
-        call.caller, qualify_session_key(params.key, params.agent_id), wanted
+        call.caller, qualify_session_key(params.key, params.agent_id), filter
     )
     messages, _ = chat.fit_history_bytes([wire.format_history_item(item) for item in page.messages])
     return {"messages": messages, "sessionId": page.session_id, "hasMore": page.has_more}
@@ -287,7 +287,7 @@ class SessionHistoryParams(Params, frozen=True):
 @rpc_method("sessions.history", READ_SCOPE, SessionHistoryParams)
 async def get_session_history(call: MethodCall, params: SessionHistoryParams) -> HistoryPage:
     """Return raw entries with their numbers; `key` may be the id of an earlier conversation."""
-    wanted = HistoryFilter(
+    filter = HistoryFilter(
         limit=params.limit,
         include_tools=params.include_tools,
         before=params.before,
@@ -299,7 +299,7 @@ async def get_session_history(call: MethodCall, params: SessionHistoryParams) ->
         without_internal=params.without_internal,
     )
     return await call.operations.transcripts.read(
-        call.caller, qualify_session_key(params.key, params.agent_id), wanted
+        call.caller, qualify_session_key(params.key, params.agent_id), filter
     )
 
 
@@ -359,7 +359,7 @@ class MessagesSubscribeParams(Params, frozen=True):
     agent_id: str | None = None
     after_seq: Annotated[int, Meta(ge=0, le=2**53)] | None = None
     session_id: str | None = None
-    """The conversation that `afterSeq` counts in; if another one goes on now, there is a gap."""
+    """The conversation that `afterSeq` belongs to. If the session has another one now, the client gets a gap event."""
     include_approvals: bool = False
 
 

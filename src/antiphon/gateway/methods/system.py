@@ -62,8 +62,8 @@ async def get_presence(call: MethodCall, params: NoParams) -> list[dict[str, Any
 @rpc_method("config.get", READ_SCOPE)
 async def get_config(call: MethodCall, params: NoParams) -> dict[str, Any]:
     """Return the configuration in use. Secrets are masked by their type, not by their name."""
-    shown = call.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    return {"exists": True, "valid": True, "config": shown, "issues": [], "legacyIssues": []}
+    config = call.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return {"exists": True, "valid": True, "config": config, "issues": [], "legacyIssues": []}
 
 
 @rpc_method("agents.list", READ_SCOPE)
@@ -94,8 +94,8 @@ def _describe_agent(call: MethodCall, agent_id: str) -> dict[str, Any]:
 
 def _get_appearance(agent: AgentConfig) -> dict[str, str]:
     own = agent.identity
-    said = {"emoji": own.emoji, "theme": own.theme} if own else {}
-    return {name: value for name, value in said.items() if value}
+    fields = {"emoji": own.emoji, "theme": own.theme} if own else {}
+    return {name: value for name, value in fields.items() if value}
 
 
 class AgentIdentityParams(Params, frozen=True):
@@ -109,13 +109,13 @@ async def get_agent_identity(call: MethodCall, params: AgentIdentityParams) -> d
     if agent_id is None and params.session_key:
         agent_id = (await call.operations.sessions.describe(call.caller, params.session_key)).agent_id
     agent = call.config.get_agent(agent_id or call.config.default_agent_id)
-    looks = _get_appearance(agent)
+    appearance = _get_appearance(agent)
     return {
         "agentId": agent.id,
         "name": agent.name or agent.id,
         "nameSource": "config",
         "avatarStatus": "none",
-        **({"emoji": looks["emoji"]} if "emoji" in looks else {}),
+        **({"emoji": appearance["emoji"]} if "emoji" in appearance else {}),
     }
 
 
@@ -190,9 +190,9 @@ class CommandListParams(Params, frozen=True):
 @rpc_method("commands.list", READ_SCOPE, CommandListParams)
 async def list_commands(call: MethodCall, params: CommandListParams) -> dict[str, Any]:
     known = {
-        "stop": "Stop what is being answered.",
-        "new": "Begin a new conversation; the old one stays readable.",
-        "reset": "As /new.",
+        "stop": "Stop the current run.",
+        "new": "Start a new conversation; the old one stays readable.",
+        "reset": "Same as /new.",
         "send": "Allow or forbid sending to this session: on, off or inherit.",
     }
     commands = [

@@ -9,9 +9,10 @@ from msgspec import Meta
 
 from antiphon.access import READ_SCOPE, WRITE_SCOPE
 from antiphon.engine.toolbox import Tool
+from antiphon.errors import ToolMissing
 from antiphon.gateway import tool_invocations
 from antiphon.gateway.methods.registry import MethodCall, rpc_method
-from antiphon.gateway.tool_invocations import ToolInvocation, ToolMissing
+from antiphon.gateway.tool_invocations import ToolInvocation
 from antiphon.gateway.ws.frames import IdempotencyKey, Params
 
 
@@ -51,14 +52,16 @@ def _format_effective_fields(tool: Tool) -> dict[str, Any]:
     return {"rawDescription": tool.spec.description}
 
 
-def _group_tools(tools: Mapping[str, Tool], beside: Callable[[Tool], dict[str, Any]]) -> list[dict[str, Any]]:
+def _group_tools(
+    tools: Mapping[str, Tool], format_fields: Callable[[Tool], dict[str, Any]]
+) -> list[dict[str, Any]]:
     listed = [
         {
             "id": tool.spec.name,
             "label": tool.spec.name,
             "description": tool.spec.description,
             "source": "core",
-            **beside(tool),
+            **format_fields(tool),
         }
         for tool in tools.values()
     ]
@@ -77,12 +80,12 @@ class ToolInvokeParams(Params, frozen=True):
 
 @rpc_method("tools.invoke", WRITE_SCOPE, ToolInvokeParams, waits=True)
 async def invoke_tool(call: MethodCall, params: ToolInvokeParams) -> dict[str, Any]:
-    wanted = ToolInvocation(
+    invocation = ToolInvocation(
         tool=params.name, args=params.args, session_key=params.session_key, agent_id=params.agent_id
     )
     try:
         result, _ = await tool_invocations.invoke_tool(
-            call.gateway, call.caller, wanted, params.idempotency_key
+            call.gateway, call.caller, invocation, params.idempotency_key
         )
     except ToolMissing as error:
         return {"ok": False, "toolName": params.name, "error": {"code": error.code, "message": str(error)}}

@@ -59,10 +59,7 @@ _MODEL_PATTERN = re.compile(
 )
 _DATA_URL_PATTERN = re.compile(r"data:([a-z]+/[a-z0-9.+-]+);base64,(.*)", re.IGNORECASE | re.DOTALL)
 _SESSION_NAMESPACE = uuid.UUID("5b0e6d43-6c8f-4f0a-9f0e-5f0d7c1f3a11")
-_HTTP_STATUS_BY_RUN_STATE = {
-    "timeout": 504,
-    "cancelled": 409,
-}  # for runs without an answer; other states are 502
+_HTTP_STATUS_BY_RUN_STATE = {"timeout": 504, "cancelled": 409}  # without an answer; other states: 502
 
 TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 UNKNOWN_TOOL_NAME = "client_tool"  # for a result whose call is not in the request
@@ -156,8 +153,8 @@ def resolve_agent_id(config: Config, model: str) -> str:
         return config.default_agent_id
     if name not in config.agent_ids:
         raise NotFound(
-            f"There is no model {model[:80]!r}.",
-            "GET /v1/models lists them.",
+            f"Model {model[:80]!r} does not exist.",
+            "See GET /v1/models.",
             code="model_not_found",
             param="model",
         )
@@ -183,8 +180,8 @@ def choose_session(config: Config, request: Request, agent_id: str, user: str | 
     if user:
         return RequestSession(str(keys.owned_key(agent_id, "openai-user", user)), is_fresh=False)
     # A retry with the same idempotency key must use the same session, or it would be another request.
-    again = headers.get("idempotency-key")
-    unique = uuid.uuid5(_SESSION_NAMESPACE, again) if again else uuid.uuid4()
+    idempotency_key = headers.get("idempotency-key")
+    unique = uuid.uuid5(_SESSION_NAMESPACE, idempotency_key) if idempotency_key else uuid.uuid4()
     return RequestSession(str(keys.owned_key(agent_id, "openai", str(unique))), is_fresh=True)
 
 
@@ -319,7 +316,7 @@ def parse_image_url(url: str, where: str) -> ImageBlock:
 def check_image_detail(detail: str | None, where: str) -> None:
     if detail not in {None, "auto"}:
         raise InvalidInput(
-            f"The detail of the image at {where} cannot be chosen.", "Leave it out.", field=f"{where}.detail"
+            f"The detail of the image at {where} is not supported.", "Leave it out.", field=f"{where}.detail"
         )
 
 
@@ -337,10 +334,10 @@ def refuse_unsupported(body: msgspec.Struct, allowed: Mapping[str, Sequence[obje
         value = getattr(body, field)
         if value is None or any(type(value) is type(one) and value == one for one in values):
             continue
-        shown = ", ".join(msgspec.json.encode(one).decode() for one in values)
+        accepted = ", ".join(msgspec.json.encode(one).decode() for one in values)
         raise InvalidInput(
             f"{field!r} is not supported here.",
-            f"Leave it out, or send {shown}." if shown else "Leave it out.",
+            f"Leave it out, or send {accepted}." if accepted else "Leave it out.",
             field=field,
         )
 
@@ -385,7 +382,7 @@ def build_run_options(sampling: Sampling, tools: list[ToolSpec], choice: str | N
         name = choice[1:] if choice and choice.startswith("=") else None
         if not tools or (name is not None and all(tool.name != name for tool in tools)):
             raise InvalidInput(
-                "'tool_choice' demands a tool that is not in 'tools'.",
+                "'tool_choice' requires a tool that is not in 'tools'.",
                 "Send the tool, or choose 'auto'.",
                 field="tool_choice",
             )
@@ -486,9 +483,7 @@ def has_answer(view: RunView) -> bool:
 
 def build_run_error(view: RunView) -> dict[str, Any]:
     if not view.has_ended:
-        message = (
-            f"The run {view.run_id!r} has not ended yet; it goes on. Ask again with the same Idempotency-Key."
-        )
+        message = f"The run {view.run_id!r} has not ended yet. Send the request again with the same Idempotency-Key."
         return build_error_body(message, "timeout", "timeout")
     return build_error_body(view.error or "The run gave no answer.", "server_error", view.error_code)
 

@@ -51,7 +51,7 @@ class ResponseContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 class ResponseInputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message, a call of a client-side tool, or its result. Ids and states of items are the client's own affair."""
+    """A message, a call of a client-side tool, or its result. Ids and states of items are ignored."""
 
     type: str = "message"
     id: str | None = None
@@ -162,8 +162,8 @@ def _format_response(body: ResponseRequest, view: RunView, calls: Sequence[ToolC
 
 async def _find_response_session(gateway: GatewayState, caller: Caller, response_id: str) -> RequestSession:
     missing = NotFound(
-        f"There is no response {response_id[:240]!r}.",
-        "Pass the id of one that was given here.",
+        f"Response {response_id[:240]!r} does not exist.",
+        "Pass the id of a response of this gateway.",
         code="previous_response_not_found",
         param="previous_response_id",
     )

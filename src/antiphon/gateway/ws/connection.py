@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,13 +21,14 @@ import msgspec
 from antiphon.access import READ_SCOPE, Caller
 from antiphon.gateway.auth import ClientIdentity
 from antiphon.gateway.ws import frames
-from antiphon.gateway.ws.fast_send import SendNow, refuse_to_send
+from antiphon.gateway.ws.protocol import Ping, SendNow, refuse_to_ping, refuse_to_send
 
 LAGGING_SEND_QUEUE_BYTES = frames.MAX_BUFFERED_BYTES // 16  # above this, pieces of answers are dropped
 MAX_SEND_QUEUE_FRAMES = 20_000
 MAX_TOTAL_SEND_QUEUE_BYTES = 512 * 2**20  # of all clients of the process
 SMALL_SEND_QUEUE_BYTES = 2**20  # up to this, a connection is not closed for the total
 MAX_CLOSE_REASON_BYTES = 120  # a close frame holds 123
+MAX_RUN_END_HOLD_SECONDS = 5.0  # for a client to answer a ping, see `ClientQuirks`
 
 CHAT_DELTAS_CAPABILITY = "chat-deltas"
 """The capability of a client that assembles an answer from its increments."""
@@ -40,10 +42,11 @@ class ClientQuirks(msgspec.Struct, frozen=True):
 
     reads_agent_text: bool = False
     """It shows a growing answer from `agent` events, and nothing of a `chat` event before the final one."""
-    run_end_delay_seconds: float = 0.0
-    """Pause between the acceptance of its message and the end of any run.
+    reads_response_last: bool = False
+    """It handles events that arrive together with a response before that response.
 
-    A client that reads a run's start and end together with the response still waits for that run afterwards.
+    The end of the run that it has just started would be lost on it. So ends of runs are held until it has read the
+    response, which its answer to a ping proves.
     """
 
 
@@ -53,7 +56,7 @@ QUIRKS_BY_CLIENT_ID = {
         ("openclaw-android", "openclaw-ios", "openclaw-linux", "openclaw-macos", "openclaw-watchos"),
         ClientQuirks(reads_agent_text=True),
     ),
-    "openclaw-tui": ClientQuirks(run_end_delay_seconds=0.04),
+    "openclaw-tui": ClientQuirks(reads_response_last=True),
 }
 
 
@@ -91,6 +94,7 @@ class WebSocketConnection:
         opened_at: int,
         queue_total: SendQueueTotal = PROCESS_SEND_QUEUE_TOTAL,
         send_now: SendNow = refuse_to_send,
+        ping: Ping = refuse_to_ping,
     ) -> None:
         self.id = connection_id
         self.opened_at = opened_at
@@ -108,9 +112,12 @@ class WebSocketConnection:
         self.ended = asyncio.Event()
         self._send = send
         self._send_now = send_now
+        self._ping = ping
         self._seq = 0
-        self._run_ends_due = 0.0
-        """Loop time before which no end of a run is sent."""
+        self._held_run_ends: list[str] | None = None
+        """Ends of runs that wait for the client to read a response; None while it has read all of them."""
+        self._hold_count = 0
+        self._must_ping = False
         self._send_queue: deque[tuple[str, int]] = deque()
         """Texts with their size in memory, recorded because it may change once they are sent."""
         self._waiting_bytes = 0
@@ -152,22 +159,34 @@ class WebSocketConnection:
             self.enqueue(numbered)
         return True
 
-    def delay_run_ends(self) -> None:
-        """Delay the ends of runs as long as this client needs: a message of it has just been accepted."""
-        if self.quirks.run_end_delay_seconds:
-            self._run_ends_due = asyncio.get_running_loop().time() + self.quirks.run_end_delay_seconds
+    def hold_run_ends(self) -> None:
+        """Hold ends of runs until the client has read the response that is sent next, if it needs that."""
+        if self.quirks.reads_response_last:
+            self._held_run_ends = self._held_run_ends or []
+            self._hold_count += 1
+            self._must_ping = True
 
     def send_run_end(self, texts: Sequence[str]) -> None:
-        """Send the last events of a run, now or when they are due."""
-        loop = asyncio.get_running_loop()
-        if self._run_ends_due > loop.time():
-            loop.call_at(self._run_ends_due, self._send_events, texts)
-        else:
-            self._send_events(texts)
-
-    def _send_events(self, texts: Sequence[str]) -> None:
+        """Send the last events of a run, or hold them."""
+        if self._held_run_ends is not None:
+            self._held_run_ends += texts
+            return
         for text in texts:
             self.send_event(text)
+
+    def _confirm_reading(self) -> None:
+        """Release the held ends when the client answers a ping, or after a while if it does not."""
+        self._must_ping = False
+        release = partial(self._release_run_ends, self._hold_count)
+        if self._ping(release):
+            asyncio.get_running_loop().call_later(MAX_RUN_END_HOLD_SECONDS, release)
+        else:
+            release()
+
+    def _release_run_ends(self, hold: int) -> None:
+        if hold == self._hold_count and self._held_run_ends is not None:  # no later response waits to be read
+            held, self._held_run_ends = self._held_run_ends, None
+            self.send_run_end(held)
 
     def _try_send_now(self, text: str) -> bool:
         """Send a text without queueing; False if other texts are queued or being sent, which it must not overtake."""
@@ -247,6 +266,8 @@ class WebSocketConnection:
                     self._add_waiting_bytes(-size)
                 if self._waiting_bytes <= LAGGING_SEND_QUEUE_BYTES:
                     self._has_room.set()
+            if self._must_ping:
+                self._confirm_reading()
         finally:
             self._flushing = False
             if self.closing:

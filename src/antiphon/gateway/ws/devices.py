@@ -14,7 +14,7 @@ from antiphon.errors import Unauthorized
 from antiphon.gateway.ws.frames import Params
 
 MAX_CLOCK_SKEW_MS = 120_000  # between a device's clock and ours
-DEVICE_IDENTITY_HINT = "Make a new device identity, or connect without one."
+DEVICE_IDENTITY_HINT = "Create a new device identity, or connect without one."
 
 
 class Device(Params, frozen=True):
@@ -60,7 +60,7 @@ def verify_device(
     )
     signature = _decode_base64url(device.signature, 64, "SIGNATURE_INVALID", "signature")
     if not any(_is_signed_by(key, signature, "|".join(form).encode()) for form in forms):
-        raise _build_refusal("SIGNATURE_INVALID", "The device's signature does not fit.")
+        raise _build_refusal("SIGNATURE_INVALID", "The device's signature is invalid.")
 
 
 def _is_signed_by(key: bytes, signature: bytes, claims: bytes) -> bool:

@@ -35,7 +35,7 @@ RETRYABLE_ERRORS = (StoreError, LaneFull, Unavailable, TooManyFailures)
 
 
 class Params(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Parameters of a method. Closed: a name that is not known is an error, not a silence."""
+    """Parameters of a method. Unknown names are rejected."""
 
 
 SessionReference: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
@@ -123,16 +123,16 @@ def read_params(method: str, raw: msgspec.Raw, decoder: msgspec.json.Decoder[T])
     try:
         return decoder.decode(b"{}" if bytes(raw) == b"null" else raw)
     except (msgspec.MsgspecError, RecursionError) as error:
-        misfit = validation_errors.parse_validation_error(error)
+        issue = validation_errors.parse_validation_error(error)
         raise InvalidInput(
-            f"invalid {method} params: at {misfit.pointer}: {misfit.what}.",
-            _suggest_parameters(misfit, decoder.type),
-            field=misfit.pointer.strip("/"),
+            f"invalid {method} params: at {issue.pointer}: {issue.what}.",
+            _suggest_parameters(issue, decoder.type),
+            field=issue.pointer.strip("/"),
         ) from error
 
 
-def _suggest_parameters(misfit: ValidationIssue, params: type[msgspec.Struct]) -> str:
-    if misfit.path:
+def _suggest_parameters(issue: ValidationIssue, params: type[msgspec.Struct]) -> str:
+    if issue.path:
         return "See docs/protocol.md for what is allowed."
-    word = misfit.name if misfit.name and not misfit.missing else ""
+    word = issue.name if issue.name and not issue.missing else ""
     return suggest_options(word, params.__struct_encode_fields__, noun="parameters")

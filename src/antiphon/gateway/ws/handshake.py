@@ -10,7 +10,7 @@ import msgspec
 from antiphon import __version__, keys
 from antiphon.access import READ_SCOPE, Caller
 from antiphon.config.addresses import is_loopback
-from antiphon.errors import InvalidInput
+from antiphon.errors import InvalidInput, ProtocolMismatch
 from antiphon.gateway.auth import ClientIdentity
 from antiphon.gateway.hub import EVENT_NAMES, Hub
 from antiphon.gateway.methods import METHODS_BY_NAME
@@ -62,12 +62,6 @@ class ConnectParams(Params, frozen=True):
     user_agent: str | None = None
 
 
-class ProtocolMismatch(InvalidInput):
-    """The client and the gateway have no protocol version in common."""
-
-    code = "protocol_mismatch"
-
-
 _connect_decoder = msgspec.json.Decoder(ConnectParams)
 
 
@@ -98,8 +92,8 @@ def get_client_address(scope: MutableMapping[str, Any]) -> str:
 
 def _negotiate_protocol(params: ConnectParams) -> int:
     """Return the newest protocol version that both sides support."""
-    spoken = [p for p in frames.PROTOCOL_VERSIONS if params.min_protocol <= p <= params.max_protocol]
-    if not spoken:
+    supported = [p for p in frames.PROTOCOL_VERSIONS if params.min_protocol <= p <= params.max_protocol]
+    if not supported:
         raise ProtocolMismatch(
             "protocol mismatch.",
             f"This gateway speaks protocols {frames.PROTOCOL_VERSIONS[0]} to {frames.PROTOCOL_VERSIONS[-1]}.",
@@ -108,7 +102,7 @@ def _negotiate_protocol(params: ConnectParams) -> int:
             clientMinProtocol=params.min_protocol,
             clientMaxProtocol=params.max_protocol,
         )
-    return spoken[-1]
+    return supported[-1]
 
 
 def _check_device(
@@ -131,18 +125,18 @@ def _check_device(
 
 
 def _build_client(params: ConnectParams, address: str, scopes: list[str]) -> ConnectedClient:
-    said = params.client
+    client = params.client
     return ConnectedClient(
-        id=said.id[:64],
-        mode=said.mode[:32],
-        version=said.version[:64],
-        platform=said.platform[:64],
+        id=client.id[:64],
+        mode=client.mode[:32],
+        version=client.version[:64],
+        platform=client.platform[:64],
         address=address,
-        name=said.display_name and said.display_name[:100],
+        name=client.display_name and client.display_name[:100],
         role=params.role,
         scopes=tuple(scopes),
         caps=frozenset(params.caps[:64]),
-        instance=said.instance_id and said.instance_id[:128],
+        instance=client.instance_id and client.instance_id[:128],
         device=params.device.id if params.device else None,
     )
 
@@ -152,7 +146,7 @@ def _find_header(scope: MutableMapping[str, Any], name: bytes) -> str | None:
 
 
 async def _open_node_session(gateway: GatewayState, caller: Caller, client: ConnectedClient) -> None:
-    """Create the session of a node when it first connects."""
+    """Create the session of a node the first time it connects."""
     name = client.device or client.instance or client.id
     key = keys.owned_key(gateway.app.config.default_agent_id, "node", name)
     await gateway.app.operations.sessions.open(caller, str(key))

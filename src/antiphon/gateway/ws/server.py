@@ -17,13 +17,20 @@ from typing import Any, cast
 import msgspec
 
 from antiphon import validation_errors
-from antiphon.errors import AntiphonError, Forbidden, InvalidInput, Unauthorized, Unavailable
+from antiphon.errors import (
+    AntiphonError,
+    Forbidden,
+    InvalidInput,
+    ProtocolMismatch,
+    Unauthorized,
+    Unavailable,
+)
 from antiphon.gateway import auth
 from antiphon.gateway.http.limits import PendingPeers
 from antiphon.gateway.hub import Hub
 from antiphon.gateway.methods import METHODS_BY_NAME, Method, MethodCall
 from antiphon.gateway.state import GatewayState
-from antiphon.gateway.ws import fast_send, frames, handshake
+from antiphon.gateway.ws import frames, handshake, protocol
 from antiphon.gateway.ws.connection import WebSocketConnection
 from antiphon.tracing import start_span
 
@@ -84,7 +91,11 @@ class WebSocketServer:
 
     async def _serve_connection(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = WebSocketConnection(
-            uuid.uuid4().hex, send, self._gateway.app.clock.now(), send_now=fast_send.find_send_now(scope)
+            uuid.uuid4().hex,
+            send,
+            self._gateway.app.clock.now(),
+            send_now=protocol.find_send_now(scope),
+            ping=protocol.find_ping(scope),
         )
         writer = asyncio.create_task(connection.run_writer())
         reader = asyncio.create_task(self._read_requests(connection, scope, receive))
@@ -93,7 +104,7 @@ class WebSocketServer:
             await asyncio.wait({reader, writer, ended}, return_when=asyncio.FIRST_COMPLETED)
             ended.cancel()
             if reader.done() and not reader.cancelled() and (error := reader.exception()):
-                log.error("A connection failed", exc_info=error)
+                log.error("Connection failed", exc_info=error)
                 connection.close(1011, "internal error")
         finally:
             connection.close(1000, "")
@@ -148,18 +159,18 @@ class WebSocketServer:
         self, connection: WebSocketConnection, request: frames.RequestFrame, nonce: str, scope: Scope
     ) -> None:
         try:
-            client, identity, protocol = await handshake.authenticate_client(
+            client, identity, version = await handshake.authenticate_client(
                 self._gateway, request, nonce, scope
             )
-        except handshake.ProtocolMismatch as error:
+        except ProtocolMismatch as error:
             await self._refuse_connect(connection, request.id, error, 1002)
         except Forbidden as error:  # origin not allowed, or a node token without the write scope
             await self._refuse_connect(connection, request.id, error, 1008, "INVALID_REQUEST")
         except (Unauthorized, InvalidInput) as error:
             await self._refuse_connect(connection, request.id, error, 1008, error.data.pop("ws", None))
         else:
-            connection.mark_authenticated(client, identity, protocol)
-            fast_send.raise_limits(scope)
+            connection.mark_authenticated(client, identity, version)
+            protocol.raise_limits(scope)
             hello = handshake.build_hello(self._gateway, self._hub, connection)
             connection.enqueue(frames.encode_response(request.id, hello))
             self._hub.add_connection(connection)
@@ -172,9 +183,9 @@ class WebSocketServer:
         code: int,
         ws: str | None = None,
     ) -> None:
-        wire = frames.to_wire_error(error, connection.protocol)
-        wire = msgspec.structs.replace(wire, code=ws) if ws else wire
-        await connection.send_response(frames.encode_error_response(request_id, wire))
+        response = frames.to_wire_error(error, connection.protocol)
+        response = msgspec.structs.replace(response, code=ws) if ws else response
+        await connection.send_response(frames.encode_error_response(request_id, response))
         raise CloseConnection(code, str(error))
 
     # --- requests ---
@@ -195,7 +206,7 @@ class WebSocketServer:
         if len(connection.tasks) >= MAX_WAITING_REQUESTS_PER_CONNECTION:
             error = Unavailable(
                 f"{MAX_WAITING_REQUESTS_PER_CONNECTION} requests of this connection are waiting already.",
-                "Wait for one of them to end.",
+                "Wait for one of them to finish.",
             )
             connection.enqueue(
                 frames.encode_error_response(request.id, frames.to_wire_error(error, connection.protocol))

@@ -1,4 +1,4 @@
-"""uvicorn's WebSocket protocol with resource limits per peer and synchronous sending.
+"""uvicorn's WebSocket protocol with resource limits per peer, synchronous sending and pings.
 
 Limits apply to message size (tighter until the peer has authenticated, see `raise_limits`), fragments per message,
 control frames per second and frames per event loop callback. A closed connection is freed with its last reference,
@@ -26,6 +26,7 @@ from websockets.protocol import Event, State
 from antiphon.gateway.ws import frames
 
 SendNow = Callable[[str], bool]
+Ping = Callable[[Callable[[], None]], bool]
 ASGI_EXTENSION_NAME = "antiphon.at_once"
 TEXT_FRAME_FIRST_BYTE = 0x81  # a complete text in one frame; servers do not mask frames
 
@@ -61,12 +62,19 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
         self._control_frames_left = float(CONTROL_FRAME_BURST)
         self._control_frames_counted_at = 0.0
         self._owed_pong = b""
+        self._ping_count = 0
+        self._pong_callbacks: dict[bytes, Callable[[], None]] = {}
+        """What to call when the peer answers, by the payload of the ping."""
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
         if not self.close_sent:  # accepted
             extensions = self.scope.setdefault("extensions", {})
-            extensions[ASGI_EXTENSION_NAME] = {"send": self.send_now, "admit": self.raise_limits}
+            extensions[ASGI_EXTENSION_NAME] = {
+                "send": self.send_now,
+                "ping": self.ping,
+                "admit": self.raise_limits,
+            }
 
     def raise_limits(self) -> None:
         """Raise the limits: the peer has authenticated."""
@@ -80,6 +88,17 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
             return False
         payload = text.encode()
         self.transport.write(_encode_frame_head(len(payload)) + payload)
+        return True
+
+    def ping(self, on_pong: Callable[[], None]) -> bool:
+        """Call `on_pong` when the peer has read everything sent so far; return False if no ping could be sent."""
+        if self.disconnected or self.conn.state is not State.OPEN:
+            return False
+        self._ping_count += 1
+        payload = self._ping_count.to_bytes(8)
+        self._pong_callbacks[payload] = on_pong
+        self.conn.send_ping(payload)
+        self.transport.write(b"".join(self.conn.data_to_send()))
         return True
 
     # --- receiving ---
@@ -198,6 +217,12 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
         elif output := self.conn.data_to_send():
             self._owed_pong = output[-1]
 
+    def handle_pong(self, event: Frame) -> None:
+        if on_pong := self._pong_callbacks.pop(bytes(event.data), None):
+            on_pong()
+        else:
+            super().handle_pong(event)
+
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._owed_pong and self.conn.state is State.OPEN:
@@ -214,6 +239,7 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
         self.conn.parser.close()  # breaks a cycle: the generator refers to its owner
         self.conn.parser_exc = None  # breaks a cycle through the traceback
         self.conn.events.clear()
+        self._pong_callbacks.clear()
         if scope := getattr(self, "scope", None):  # breaks a cycle: it holds bound methods of this object
             scope.get("extensions", {}).pop(ASGI_EXTENSION_NAME, None)
 
@@ -231,6 +257,11 @@ def find_send_now(scope: MutableMapping[str, Any]) -> SendNow:
     return scope.get("extensions", {}).get(ASGI_EXTENSION_NAME, {}).get("send", refuse_to_send)
 
 
+def find_ping(scope: MutableMapping[str, Any]) -> Ping:
+    """Return `ping` of this connection; under other servers, a function that always refuses."""
+    return scope.get("extensions", {}).get(ASGI_EXTENSION_NAME, {}).get("ping", refuse_to_ping)
+
+
 def raise_limits(scope: MutableMapping[str, Any]) -> None:
     """Raise the limits of this connection: its peer has authenticated."""
     if extension := scope.get("extensions", {}).get(ASGI_EXTENSION_NAME):
@@ -238,4 +269,8 @@ def raise_limits(scope: MutableMapping[str, Any]) -> None:
 
 
 def refuse_to_send(_: str) -> bool:
+    return False
+
+
+def refuse_to_ping(_: Callable[[], None]) -> bool:
     return False

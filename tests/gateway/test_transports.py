@@ -1,4 +1,4 @@
-"""The same behaviour at every door: in process, over the WebSocket, over HTTP, and for hooks."""
+"""The same behaviour on every transport: in process, over the WebSocket, over HTTP, and for hooks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WORDS = {
 
 
 class Refused(Exception):
-    """What every door has in common when it says no: a word, and a sentence."""
+    """What every transport has in common when it says no: a word, and a sentence."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -57,7 +57,7 @@ class Page(NamedTuple):
     cursor: str | None
 
 
-class Door(ABC):
+class Transport(ABC):
     """What can be done at any of them."""
 
     @abstractmethod
@@ -75,7 +75,7 @@ class Door(ABC):
         return [content if isinstance(content, str) else content[0]["text"] for content in said]
 
 
-class InProcess(Door):
+class InProcess(Transport):
     def __init__(self, operations: Operations, caller: Caller) -> None:
         self._operations, self._caller = operations, caller
 
@@ -102,7 +102,7 @@ class InProcess(Door):
             raise Refused(error.code, str(error)) from error
 
 
-class WebSocket(Door):
+class WebSocket(Transport):
     def __init__(self, client: Client) -> None:
         self._client = client
 
@@ -126,7 +126,7 @@ class WebSocket(Door):
         return answer.payload
 
 
-class Http(Door):
+class Http(Transport):
     def __init__(self, http: httpx2.AsyncClient) -> None:
         self._http = http
 
@@ -169,33 +169,33 @@ class Hooks(Http):
         return (await self._gate.operations.runs.wait(OPERATOR, run, BOUND)).reply or ""
 
 
-Enter = Callable[[GatewayFixture, str], AbstractAsyncContextManager[Door]]
+Connect = Callable[[GatewayFixture, str], AbstractAsyncContextManager[Transport]]
 
 
 @asynccontextmanager
-async def _in_process(gateway: GatewayFixture, scope: str) -> AsyncGenerator[Door]:
+async def _in_process(gateway: GatewayFixture, scope: str) -> AsyncGenerator[Transport]:
     yield InProcess(gateway.operations, Caller.operator([scope]))
 
 
 @asynccontextmanager
-async def _websocket(gateway: GatewayFixture, scope: str) -> AsyncGenerator[Door]:
+async def _websocket(gateway: GatewayFixture, scope: str) -> AsyncGenerator[Transport]:
     async with gateway.client(gateway.issue(scope)) as client:
         yield WebSocket(client)
 
 
 @asynccontextmanager
-async def _http(gateway: GatewayFixture, scope: str) -> AsyncGenerator[Door]:
+async def _http(gateway: GatewayFixture, scope: str) -> AsyncGenerator[Transport]:
     async with gateway.http(gateway.issue(scope)) as http:
         yield Http(http)
 
 
 @asynccontextmanager
-async def _hooks(gateway: GatewayFixture, scope: str) -> AsyncGenerator[Door]:
+async def _hooks(gateway: GatewayFixture, scope: str) -> AsyncGenerator[Transport]:
     async with gateway.http(gateway.issue(scope)) as http:
         yield Hooks(http, gateway)
 
 
-ENTRANCES: dict[str, Enter] = {
+ENTRANCES: dict[str, Connect] = {
     "in process": _in_process,
     "websocket": _websocket,
     "http": _http,
@@ -204,46 +204,48 @@ ENTRANCES: dict[str, Enter] = {
 
 
 @pytest.fixture
-async def house(tmp_path: Path, anyio_backend: str) -> AsyncGenerator[GatewayFixture]:
+async def gateway(tmp_path: Path, anyio_backend: str) -> AsyncGenerator[GatewayFixture]:
     async with open_gateway(tmp_path, settings=SETTINGS) as gateway:
         yield gateway
 
 
 @pytest.fixture(params=ENTRANCES)
-def connect(request: pytest.FixtureRequest) -> Enter:
+def connect(request: pytest.FixtureRequest) -> Connect:
     """A way in; called with a gateway and a scope."""
     return ENTRANCES[request.param]
 
 
 @pytest.fixture
-async def door(house: GatewayFixture, connect: Enter) -> AsyncGenerator[Door]:
-    async with connect(house, WRITE) as door:
-        yield door
+async def transport(gateway: GatewayFixture, connect: Connect) -> AsyncGenerator[Transport]:
+    async with connect(gateway, WRITE) as transport:
+        yield transport
 
 
-async def test_what_is_said_is_answered_and_kept(door: Door, house: GatewayFixture, tmp_path: Path) -> None:
-    assert await door.say(OTHER, "héllo 😀", "k1") == "heard héllo 😀"
-    assert await door.texts(OTHER) == ["héllo 😀", "heard héllo 😀"]
-    page = await house.operations.transcripts.read(OPERATOR, OTHER, HistoryFilter())
+async def test_a_message_is_answered_and_stored(
+    transport: Transport, gateway: GatewayFixture, tmp_path: Path
+) -> None:
+    assert await transport.say(OTHER, "héllo 😀", "k1") == "heard héllo 😀"
+    assert await transport.texts(OTHER) == ["héllo 😀", "heard héllo 😀"]
+    page = await gateway.operations.transcripts.read(OPERATOR, OTHER, HistoryFilter())
     assert [item["seq"] for item in page.messages] == [1, 2]
     assert page.messages[0]["content"] == "héllo 😀"
 
 
-async def test_the_same_key_is_said_once(door: Door) -> None:
+async def test_a_repeated_key_sends_once(transport: Transport) -> None:
     for _ in range(2):
-        assert await door.say(OTHER, "once", "k1") == "heard once"
-    assert await door.texts(OTHER) == ["once", "heard once"]
+        assert await transport.say(OTHER, "once", "k1") == "heard once"
+    assert await transport.texts(OTHER) == ["once", "heard once"]
     for session, text in ((OTHER, "something else"), (MAIN, "once")):
         with pytest.raises(Refused) as refusal:
-            await door.say(session, text, "k1")
+            await transport.say(session, text, "k1")
         assert refusal.value.kind == "conflict"
-    assert await door.texts(OTHER) == ["once", "heard once"]
+    assert await transport.texts(OTHER) == ["once", "heard once"]
 
 
-async def test_what_was_said_at_one_door_cannot_be_said_again_at_another(
-    house: GatewayFixture, connect: Enter
+async def test_a_key_used_on_one_transport_is_not_sent_again_on_another(
+    gateway: GatewayFixture, connect: Connect
 ) -> None:
-    async with _in_process(house, WRITE) as first, connect(house, WRITE) as second:
+    async with _in_process(gateway, WRITE) as first, connect(gateway, WRITE) as second:
         await first.say(OTHER, "once", "k1")
         with pytest.raises(Refused) as refusal:
             await second.say(OTHER, "twice", "k1")
@@ -264,37 +266,37 @@ async def test_what_was_said_at_one_door_cannot_be_said_again_at_another(
         ("agent:main:dashboard:mute", "hello", "send_blocked"),
     ],
 )
-async def test_what_cannot_be_said_is_refused_alike_and_leaves_nothing(
-    door: Door, house: GatewayFixture, session: str, text: str, kind: str
+async def test_invalid_messages_are_refused_alike_and_leave_nothing(
+    transport: Transport, gateway: GatewayFixture, session: str, text: str, kind: str
 ) -> None:
     with pytest.raises(Refused) as refusal:
-        await door.say(session, text, uuid.uuid4().hex)
+        await transport.say(session, text, uuid.uuid4().hex)
     assert refusal.value.kind == kind
     assert refusal.value.message
     if kind == "send_blocked":
         assert refusal.value.message.startswith("send blocked by session policy")
-    page = await house.operations.sessions.get_summary(OPERATOR)
+    page = await gateway.operations.sessions.get_summary(OPERATOR)
     assert (page.queued, page.running) == (0, 0)
     for key in (OTHER, MAIN):
         with pytest.raises(Refused) as missing:
-            await door.history(key)
+            await transport.history(key)
         assert missing.value.kind == "not_found"
 
 
-async def test_the_longest_message_is_taken(door: Door) -> None:
-    assert await door.say(OTHER, "x" * 2000, "k1") == "heard " + "x" * 2000
+async def test_the_longest_message_is_accepted(transport: Transport) -> None:
+    assert await transport.say(OTHER, "x" * 2000, "k1") == "heard " + "x" * 2000
 
 
-async def test_a_session_that_is_not_there_is_not_found_and_not_stopped(door: Door) -> None:
-    for work in (door.history(OTHER), door.stop(OTHER), door.history("no-such-label")):
+async def test_a_missing_session_is_not_found_and_not_stopped(transport: Transport) -> None:
+    for work in (transport.history(OTHER), transport.stop(OTHER), transport.history("no-such-label")):
         with pytest.raises(Refused) as refusal:
             await work
         assert refusal.value.kind == "not_found"
 
 
 @pytest.mark.parametrize("connect", [name for name in ENTRANCES if name != "hooks"], indirect=True)
-async def test_who_may_only_read_reads_and_does_nothing_else(house: GatewayFixture, connect: Enter) -> None:
-    async with _in_process(house, WRITE) as writer, connect(house, READ) as reader:
+async def test_a_reader_can_read_and_do_nothing_else(gateway: GatewayFixture, connect: Connect) -> None:
+    async with _in_process(gateway, WRITE) as writer, connect(gateway, READ) as reader:
         await writer.say(OTHER, "hello", "k1")
         assert await reader.texts(OTHER) == ["hello", "heard hello"]
         for work in (reader.say(OTHER, "mine", "k2"), reader.stop(OTHER)):
@@ -306,22 +308,22 @@ async def test_who_may_only_read_reads_and_does_nothing_else(house: GatewayFixtu
 
 
 @pytest.mark.requirement("H4")
-async def test_walking_back_gives_every_message_once(door: Door, house: GatewayFixture) -> None:
-    await house.operations.sessions.open(OPERATOR, OTHER)
+async def test_paging_back_gives_every_message_once(transport: Transport, gateway: GatewayFixture) -> None:
+    await gateway.operations.sessions.open(OPERATOR, OTHER)
     for number in range(11):
-        await house.operations.transcripts.inject(OPERATOR, OTHER, f"{number}")
+        await gateway.operations.transcripts.inject(OPERATOR, OTHER, f"{number}")
     seen: list[int] = []
-    page = await door.history(OTHER, limit=3)
+    page = await transport.history(OTHER, limit=3)
     while True:
         seen = [item["seq"] for item in page.items] + seen
         if page.cursor is None:
             break
-        page = await door.history(OTHER, limit=3, cursor=page.cursor)
+        page = await transport.history(OTHER, limit=3, cursor=page.cursor)
     assert seen == list(range(1, 12))
 
 
 @pytest.mark.requirement("G16")
-async def test_stopping_stops_what_runs_and_says_whether_anything_did(tmp_path: Path, connect: Enter) -> None:
+async def test_stop_reports_whether_a_run_was_stopped(tmp_path: Path, connect: Connect) -> None:
     going = asyncio.Event()
 
     async def agent(prompt: Prompt) -> str:
@@ -329,12 +331,15 @@ async def test_stopping_stops_what_runs_and_says_whether_anything_did(tmp_path: 
         await asyncio.Event().wait()
         return await echo(prompt)
 
-    async with open_gateway(tmp_path, agent, settings=SETTINGS) as gateway, connect(gateway, WRITE) as door:
+    async with (
+        open_gateway(tmp_path, agent, settings=SETTINGS) as gateway,
+        connect(gateway, WRITE) as transport,
+    ):
         await gateway.operations.messages.submit(
             OPERATOR, IncomingMessage(session=OTHER, content="x", idempotency_key="r1")
         )
         await wait_for_event(going)
-        assert await door.stop(OTHER) is True
+        assert await transport.stop(OTHER) is True
         view = await gateway.operations.runs.wait(OPERATOR, "r1", BOUND)
         assert (view.has_ended, view.state) == (True, "cancelled")
-        assert await door.stop(OTHER) is False
+        assert await transport.stop(OTHER) is False

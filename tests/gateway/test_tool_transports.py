@@ -1,4 +1,4 @@
-"""The session tools at every door: what a model gets, a program gets, in the same words and within the same bounds."""
+"""The session tools on every transport: a program gets what a model gets, in the same words and bounds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def settings(**sections: Any) -> Json:
     }
 
 
-class Door(ABC):
+class Transport(ABC):
     """One tool, as the main session."""
 
     @abstractmethod
@@ -45,7 +45,7 @@ class Door(ABC):
         """What it answers, as data."""
 
 
-class Model(Door):
+class Model(Transport):
     """A run in which the model calls the tool."""
 
     def __init__(self, gateway: GatewayFixture, provider: Provider | None = None) -> None:
@@ -69,7 +69,7 @@ class Model(Door):
         return json.loads(result["content"][0]["text"])
 
 
-class Http(Door):
+class Http(Transport):
     def __init__(self, http: httpx2.AsyncClient) -> None:
         self._http = http
 
@@ -81,7 +81,7 @@ class Http(Door):
         return body["result"]["details"]
 
 
-class WebSocket(Door):
+class WebSocket(Transport):
     def __init__(self, client: Client) -> None:
         self._client = client
 
@@ -91,13 +91,13 @@ class WebSocket(Door):
 
 
 @asynccontextmanager
-async def _rehearsal(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
+async def _rehearsal(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Transport]]:
     async with open_gateway(path, None, settings=settings()) as gateway:
         yield gateway, Model(gateway)
 
 
 @asynccontextmanager
-async def _provider(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
+async def _provider(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Transport]]:
     async with Provider().running() as provider:
         served = {"baseUrl": f"{provider.url}/v1", "apiKey": "x", "models": [{"id": "m1"}]}
         models = {"providers": {"local": {**served, "api": "openai-completions"}}}
@@ -106,7 +106,7 @@ async def _provider(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
 
 
 @asynccontextmanager
-async def _http(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
+async def _http(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Transport]]:
     async with (
         open_gateway(path, None, settings=settings()) as gateway,
         gateway.http(gateway.issue(WRITE)) as http,
@@ -115,7 +115,7 @@ async def _http(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
 
 
 @asynccontextmanager
-async def _websocket(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
+async def _websocket(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Transport]]:
     async with (
         open_gateway(path, None, settings=settings()) as gateway,
         gateway.client(gateway.issue(WRITE)) as client,
@@ -123,8 +123,8 @@ async def _websocket(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
         yield gateway, WebSocket(client)
 
 
-Enter = Callable[[Path], AbstractAsyncContextManager[tuple[GatewayFixture, Door]]]
-ENTRANCES: dict[str, Enter] = {
+Connect = Callable[[Path], AbstractAsyncContextManager[tuple[GatewayFixture, Transport]]]
+ENTRANCES: dict[str, Connect] = {
     "rehearsal model": _rehearsal,
     "model behind HTTP": _provider,
     "/tools/invoke": _http,
@@ -133,21 +133,21 @@ ENTRANCES: dict[str, Enter] = {
 
 
 @pytest.fixture(params=ENTRANCES)
-def connect(request: pytest.FixtureRequest) -> Enter:
+def connect(request: pytest.FixtureRequest) -> Connect:
     return ENTRANCES[request.param]
 
 
 @pytest.mark.requirement("S1", "S2", "003-send-reply", "003-send-timeout-zero")
-async def test_a_message_to_another_session(connect: Enter, tmp_path: Path) -> None:
-    async with connect(tmp_path) as (gateway, door):
+async def test_sending_to_another_session(connect: Connect, tmp_path: Path) -> None:
+    async with connect(tmp_path) as (gateway, transport):
         await gateway.operations.sessions.open(OPERATOR, HELPER)
         quiet = {"sessionKey": HELPER, "replyBack": 0, "announce": "none"}
-        sent = await door.use("sessions_send", message="say pong", timeoutSeconds=BOUND, **quiet)
+        sent = await transport.use("sessions_send", message="say pong", timeoutSeconds=BOUND, **quiet)
         delivery = sent.pop("delivery")
         assert delivery["status"] == "ended"
         assert (await gateway.operations.runs.get(OPERATOR, sent.pop("runId"))).reply == "pong"
         assert sent == {"status": "ok", "reply": "pong", "sessionKey": HELPER}
-        left = await door.use("sessions_send", message="say later", timeoutSeconds=0, **quiet)
+        left = await transport.use("sessions_send", message="say later", timeoutSeconds=0, **quiet)
         assert left["status"] == "accepted"
         assert (await gateway.operations.runs.wait(OPERATOR, left["runId"], BOUND)).reply == "later"
         page = await gateway.operations.transcripts.read(OPERATOR, HELPER, HistoryFilter())
@@ -157,9 +157,9 @@ async def test_a_message_to_another_session(connect: Enter, tmp_path: Path) -> N
 
 
 @pytest.mark.requirement("P2", "P3", "003-spawn-at-once", "003-spawn-child")
-async def test_a_sub_agent(connect: Enter, tmp_path: Path) -> None:
-    async with connect(tmp_path) as (gateway, door):
-        spawned = await door.use(
+async def test_spawning_a_sub_agent(connect: Connect, tmp_path: Path) -> None:
+    async with connect(tmp_path) as (gateway, transport):
+        spawned = await transport.use(
             "sessions_spawn", task="say 42", agentId="helper", announce="none", label="calc"
         )
         assert spawned.keys() == {"status", "runId", "childSessionKey", "mode", "note"}
@@ -168,16 +168,16 @@ async def test_a_sub_agent(connect: Enter, tmp_path: Path) -> None:
         assert (await gateway.operations.runs.wait(OPERATOR, spawned["runId"], BOUND)).reply == "42"
         [task] = await gateway.operations.subagents.list(OPERATOR, MAIN)
         assert (task.run_id, task.label, task.result) == (spawned["runId"], "calc", "42")
-        listed = await door.use("subagents", action="list")
+        listed = await transport.use("subagents", action="list")
         assert [found["runId"] for found in [*listed["active"], *listed["recent"]]] == [spawned["runId"]]
 
 
 @pytest.mark.requirement("L1", "L5", "K2")
-async def test_the_sessions_there_are(connect: Enter, tmp_path: Path) -> None:
-    async with connect(tmp_path) as (gateway, door):
+async def test_listing_sessions(connect: Connect, tmp_path: Path) -> None:
+    async with connect(tmp_path) as (gateway, transport):
         for key in (HELPER, MAIN):
             await gateway.operations.sessions.open(OPERATOR, key)
-        page = await door.use("sessions_list", kinds=["main"])
+        page = await transport.use("sessions_list", kinds=["main"])
         assert {(row["key"], row["agentId"]) for row in page["sessions"]} == {
             ("main", "main"),
             (HELPER, "helper"),
@@ -186,16 +186,16 @@ async def test_the_sessions_there_are(connect: Enter, tmp_path: Path) -> None:
 
 
 @pytest.mark.requirement("H5", "S2", "S7", "P2", "W5")
-async def test_refusals(connect: Enter, tmp_path: Path) -> None:
-    async with connect(tmp_path) as (gateway, door):
+async def test_refusals(connect: Connect, tmp_path: Path) -> None:
+    async with connect(tmp_path) as (gateway, transport):
         await gateway.operations.sessions.open(OPERATOR, MAIN)
         refused = [
-            await door.use("sessions_send", sessionKey="nobody", message="x"),
-            await door.use("sessions_send", sessionKey="main", message="x"),
-            await door.use("sessions_send", sessionKey="main"),
-            await door.use("sessions_spawn", task="x", agentId="stranger"),
-            await door.use("sessions_spawn", task="x", mode="session"),
-            await door.use("sessions_yield"),
+            await transport.use("sessions_send", sessionKey="nobody", message="x"),
+            await transport.use("sessions_send", sessionKey="main", message="x"),
+            await transport.use("sessions_send", sessionKey="main"),
+            await transport.use("sessions_spawn", task="x", agentId="stranger"),
+            await transport.use("sessions_spawn", task="x", mode="session"),
+            await transport.use("sessions_yield"),
         ]
         assert [(said["status"], said["code"]) for said in refused] == [
             ("error", "not_found"),
@@ -232,7 +232,7 @@ async def _offered(
 
 
 @pytest.mark.requirement("P3", "SEC6", "003-spawn-tools", "003-spawn-tools-config")
-async def test_a_sub_agent_has_its_own_tools_at_every_door(tmp_path: Path) -> None:
+async def test_a_sub_agent_has_its_own_tools_on_every_transport(tmp_path: Path) -> None:
     """Also where its own agent is granted more than the session that spawned it."""
     config = settings(tools={"subagents": {"tools": {"alsoAllow": ["sessions_list"]}}})
     config["tools"]["agentToAgent"] = {"enabled": True}
@@ -262,7 +262,7 @@ async def test_a_sub_agent_has_its_own_tools_at_every_door(tmp_path: Path) -> No
 
 
 @pytest.mark.requirement("SEC12")
-async def test_what_acts_is_on_offer_only_when_it_is_named(tmp_path: Path) -> None:
+async def test_tools_with_side_effects_are_offered_only_if_allowed(tmp_path: Path) -> None:
     async with (
         open_gateway(tmp_path, None, settings=settings(gateway={})) as gateway,
         gateway.http() as http,
