@@ -97,7 +97,7 @@ def test_what_was_known_holds_while_the_file_cannot_be_read(
     with caplog.at_level(logging.WARNING):
         assert names(tokens) == names(tokens) == ["owner"]
     assert len(caplog.records) == 1
-    assert "still used" in caplog.text
+    assert "stay valid" in caplog.text
     if harm != "gone":  # without a file there is a new one; with such a file there is no start
         with pytest.raises(StoreError):
             TokenRegistry.open(tmp_path)
