@@ -2,7 +2,7 @@
 
 Words stream in pieces of one to three characters, each of which goes out at once. What is collected is what a person
 could see: the `chat` events of a real WebSocket, the words that are told to be delivered, and posts to a channel.
-`test_gate` is about the words alone.
+`test_sanitize` tests the texts alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What models are told and what a chat is told: the same facts give the same words, and quotes stay quotes."""
+"""Prompts and posted texts: the same facts give the same text, and quotes stay quotes."""
 
 from __future__ import annotations
 

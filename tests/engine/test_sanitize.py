@@ -1,4 +1,4 @@
-"""The outbound gate: no control token, frame marker or address in a key reaches a human, however disguised or split.
+"""Sanitizing: no control token, frame marker or address in a key reaches a human, however disguised or split.
 
 The checker below is written apart from the gate: it walks over characters and uses no expression of the gate's.
 """

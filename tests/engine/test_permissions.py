@@ -1,4 +1,4 @@
-"""Envelopes: whatever is configured and whoever spawns whom, a child has no more than its parent."""
+"""Permissions: whatever is configured and spawned, a child has no more than its parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does not fit: said shortly however much was sent, and halves of characters mended as if it had been parsed."""
+"""Validation errors: short however much was sent, and halves of surrogate pairs replaced as if parsed."""
 
 from __future__ import annotations
 

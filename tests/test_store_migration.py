@@ -1,4 +1,4 @@
-"""`antiphon store migrate`: everything goes over, once, whatever happens on the way, or nobody is told that it did."""
+"""`antiphon store migrate`: everything is copied once, whatever happens on the way, or the command reports failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that a process may have died of: begun one at a time, and nobody waits for them who need not."""
+"""Crash suspects are retried one at a time, without delaying other runs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from chaos.harness import KILLED
-from chaos.test_society import ENDS, process
+from chaos.test_random_agents import ENDS, process
 from support import random_disruptions
 from support.store_snapshot import StoreSnapshot
 

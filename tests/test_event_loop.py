@@ -1,4 +1,4 @@
-"""What the event loop of a hosting process promises: garbage is bounded by bytes."""
+"""The event loop of a process: garbage is bounded by bytes."""
 
 from __future__ import annotations
 
