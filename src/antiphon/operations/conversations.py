@@ -100,7 +100,7 @@ class ConversationOperations:
         self, caller: Caller, session: str, reason: str, key: str | None, expected: str | None
     ) -> IdleChange:
         async def done(tx: Tx, now: int) -> bool:
-            if key is None or await tx.one(lifecycle.SQL.find_accepted, id=key) is None:
+            if key is None or not await lifecycle.was_accepted(tx, key):
                 return False
             row = await self._context.session_resolver.open(tx, caller, "manage", session)
             return not await run_queue.record_command(tx, key, row["id"], reason, now)

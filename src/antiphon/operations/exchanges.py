@@ -184,7 +184,7 @@ class ExchangeOperations:
             )
 
         # A waiting run does not crash the process, however often a restart has found it waiting.
-        await tx.do(lifecycle.SQL.reset_attempts, n=run["n"])
+        await lifecycle.reset_attempts(tx, run["n"])
         until = now + round(min(seconds, MAX_REPLY_TIMEOUT_SECONDS) * 1000)
         edge = (run["n"], requester["id"], accepted.run_id, accepted.session)
         await chains.record_wait(tx, *edge, until, now, describe=shown)
@@ -398,7 +398,7 @@ async def _load_exchange_with_runs(tx: Tx, reference: str) -> tuple[Row, list[tu
     ids: list[tuple[int | None, str]] = [(0, row["answered_by"] or row["id"])]
     ids += [(turn, f"turn:{row['id']}:{turn}") for turn in range(1, row["turn"] + 1)]
     ids.append((None, f"announce:{row['id']}"))
-    found = [(turn, await tx.one(lifecycle.SQL.by_id, id=run_id, viewer=None)) for turn, run_id in ids]
+    found = [(turn, await lifecycle.load_run(tx, run_id, None)) for turn, run_id in ids]
     return row, [(turn, run) for turn, run in found if run is not None]
 
 

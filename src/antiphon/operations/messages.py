@@ -113,7 +113,7 @@ class MessageOperations:
     ) -> tuple[Effects, run_queue.AcceptedRun, Row]:
         session = await self._context.session_resolver.open(tx, caller, "control", message.session)
         stopped, place = NO_EFFECTS, _TaskPlacement()
-        if await tx.one(lifecycle.SQL.find_accepted, id=run_id) is None:
+        if not await lifecycle.was_accepted(tx, run_id):
             place = await self._resolve_placement(tx, caller, session, run_id, origin)
             stopped = await endings.cancel_runs(tx, session["id"], None, now)
         accepted, row, _ = await self._submit(tx, caller, message, run_id, now, place)
@@ -193,7 +193,7 @@ class MessageOperations:
             return None
         if await session_rows.has_unsettled_work(tx, row["id"]):
             return None
-        return reason if await tx.one(lifecycle.SQL.find_accepted, id=run_id) is None else None
+        return None if await lifecycle.was_accepted(tx, run_id) else reason
 
     def _validate_message(self, message: IncomingMessage) -> None:
         """Check everything about a message that needs no lookup."""

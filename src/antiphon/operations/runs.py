@@ -59,7 +59,7 @@ class RunOperations:
                     return types.apply_run_end(view, event)
 
     async def load_view(self, tx: Tx, caller: Caller, run_id: str) -> RunView:
-        row = await tx.one(lifecycle.SQL.by_id, id=run_id, viewer=caller.session_key)
+        row = await lifecycle.load_run(tx, run_id, caller.session_key)
         missing = NotFound(
             f"Run {run_id!r} was not found.", "Check the id; it is given when a message is accepted."
         )
@@ -69,7 +69,7 @@ class RunOperations:
             self._context.session_resolver.authorize(caller, "read", row, run_id)
         except NotFound:
             raise missing from None
-        spent = await tx.one(lifecycle.SQL.sum_usage, id=run_id) if row["ended_at"] else None
+        spent = await lifecycle.load_run_usage(tx, run_id) if row["ended_at"] else None
         return types.build_run_view(row, spent, self._context.clock.now())
 
     async def list_client_calls(self, caller: Caller, run_id: str) -> list[ToolCall]:
@@ -86,9 +86,7 @@ class RunOperations:
 
     async def load_unfinished(self, tx: Tx, caller: Caller, session: str) -> list[str]:
         row = await self._context.session_resolver.open(tx, caller, "read", session)
-        active = await tx.all(lifecycle.SQL.active_in_session, session=row["id"])
-        queued = await tx.all(lifecycle.SQL.queued_in_session, session=row["id"])
-        return [run["id"] for run in [*active, *queued]]
+        return await lifecycle.list_unfinished_run_ids(tx, row["id"])
 
     async def stop(
         self, caller: Caller, session: str, run_id: str | None = None, *, key: str | None = None

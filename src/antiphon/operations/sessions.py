@@ -259,8 +259,8 @@ class SessionOperations:
 
     async def _load_session_and_run(self, tx: Tx, caller: Caller, session: str) -> tuple[Row, Row | None]:
         row = await self._context.session_resolver.open(tx, caller, "read", session)
-        return await session_rows.load_described_session(tx, row["id"]), await tx.one(
-            lifecycle.SQL.active_in_session, session=row["id"]
+        return await session_rows.load_described_session(tx, row["id"]), await lifecycle.find_active_run(
+            tx, row["id"]
         )
 
     async def get_status(self, caller: Caller, session: str) -> SessionStatusView:

@@ -272,7 +272,7 @@ class SubagentOperations:
         return await self._context.store.read(self._load_steered_subagent, caller, run_id)
 
     async def _load_steered_subagent(self, tx: Tx, caller: Caller, run_id: str) -> str | None:
-        run = await tx.one(lifecycle.SQL.by_id, id=run_id, viewer=caller.session_key)
+        run = await lifecycle.load_run(tx, run_id, caller.session_key)
         if run is None:
             return None
         self._context.session_resolver.authorize(caller, "read", run, run_id)
@@ -385,7 +385,7 @@ def _choose_subagent(target: str | None, found: Sequence[TaskView]) -> TaskView:
 
 async def _require_run_under_way(tx: Tx, origin: RequestOrigin) -> None:
     """Refuse to spawn from an ended run: stopping it stopped its sub-agents, and no new ones may follow."""
-    if await tx.one(lifecycle.SQL.ended_or_stopping, id=origin.run_id):
+    if await lifecycle.is_ended_or_stopping(tx, origin.run_id):
         raise Conflict(
             f"Run {origin.run_id!r} has ended or was stopped.",
             "Spawn from a run that is under way.",

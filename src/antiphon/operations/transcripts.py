@@ -133,9 +133,8 @@ class TranscriptOperations:
 
     async def load_usage(self, tx: Tx, caller: Caller, session: str, tree: bool) -> list[UsageLine]:
         row = await self._context.session_resolver.open(tx, caller, "read", session)
-        query = lifecycle.SQL.usage_by_tree if tree else lifecycle.SQL.usage_by_model
         columns = UsageLine.__struct_fields__
-        lines = await tx.all(query, key=row["key"])
+        lines = await lifecycle.load_usage_by_model(tx, row["key"], tree=tree)
         return [UsageLine(**{column: line[column] for column in columns}) for line in lines]
 
     # --- entries outside of runs ---
@@ -229,7 +228,7 @@ def _build_compact_view(kept: int, *, shorter: bool) -> CompactView:
 
 async def _require_no_open_calls(tx: Tx, row: Row) -> None:
     """Refuse an entry between a tool call and its result: the model would see the call as interrupted."""
-    active = await tx.one(lifecycle.SQL.active_in_session, session=row["id"])
+    active = await lifecycle.find_active_run(tx, row["id"])
     if active and await transcripts.load_open_calls(tx, active["transcript"], active["first_seq"]):
         raise Conflict(
             f"Session {row['key']!r} is waiting for a tool.",

@@ -368,3 +368,44 @@ async def commit_summary(
     entries = await commit_messages(tx, claim, [entry] if entry else [], now)
     await _record_usage(tx, claim, [summary], now)
     return entries
+
+
+async def was_accepted(tx: Tx, run_id: str) -> bool:
+    """Whether a run or a command with this id was accepted before."""
+    return await tx.one(SQL.find_accepted, id=run_id) is not None
+
+
+async def load_run(tx: Tx, run_id: str, viewer: str | None) -> Row | None:
+    """Return a run with its session. `descendant` in the row says whether `viewer` is an ancestor of the session."""
+    return await tx.one(SQL.by_id, id=run_id, viewer=viewer)
+
+
+async def find_active_run(tx: Tx, session: int) -> Row | None:
+    """Return the run that is executed in a session, if there is one."""
+    return await tx.one(SQL.active_in_session, session=session)
+
+
+async def list_unfinished_run_ids(tx: Tx, session: int) -> list[str]:
+    """Return the running and queued runs of a session, in their order."""
+    active = await tx.all(SQL.active_in_session, session=session)
+    queued = await tx.all(SQL.queued_in_session, session=session)
+    return [run["id"] for run in [*active, *queued]]
+
+
+async def load_run_usage(tx: Tx, run_id: str) -> Row | None:
+    """Return the tokens and the cost of a run."""
+    return await tx.one(SQL.sum_usage, id=run_id)
+
+
+async def load_usage_by_model(tx: Tx, session_key: str, *, tree: bool) -> list[Row]:
+    """Return the usage of a session, or of everything below its root, by model."""
+    return await tx.all(SQL.usage_by_tree if tree else SQL.usage_by_model, key=session_key)
+
+
+async def is_ended_or_stopping(tx: Tx, run_id: str | None) -> bool:
+    return await tx.one(SQL.ended_or_stopping, id=run_id) is not None
+
+
+async def reset_attempts(tx: Tx, n: int) -> None:
+    """Count no further crash against a run that has made progress."""
+    await tx.do(SQL.reset_attempts, n=n)
