@@ -1,4 +1,4 @@
-"""Replicas that share a store, as transaction scripts: their leases, and the choice of the coordinator.
+"""Replicas that share a store, as transaction scripts: their leases, the coordinator, and their work in numbers.
 
 A run has the lease of its owner, so one heartbeat renews all runs of a replica. One replica at a time is the
 coordinator; another takes over when its heartbeats stop. Two that both believe they are coordinator do no harm, only
@@ -13,6 +13,7 @@ from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
 SQL = Queries("replicas")
+STATUS_SQL = Queries("system_status")
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,3 +65,10 @@ async def acquire_coordinator_lease(tx: Tx, owner: str, until: int, now: int) ->
 
 async def list_replicas(tx: Tx, now: int) -> list[Row]:
     return await tx.all(SQL.list_all, now=now)
+
+
+async def count_work(tx: Tx, now: int, max_counted: int) -> Row:
+    """Return the runs, deliveries and replicas of the whole store by state, each counted up to `max_counted`."""
+    row = await tx.one(STATUS_SQL.counts, now=now, most=max_counted)
+    assert row is not None
+    return row

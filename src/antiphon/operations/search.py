@@ -11,8 +11,7 @@ import msgspec
 
 from antiphon import access, keys
 from antiphon.access import Caller, TargetSession
-from antiphon.engine.sessions import search
-from antiphon.engine.sessions import session_rows as sessions
+from antiphon.engine.sessions import search, session_rows
 from antiphon.engine.sessions.search import SearchQuery, SearchResult
 from antiphon.errors import Ambiguous, InvalidInput, NotFound
 from antiphon.operations.context import OperationContext
@@ -175,7 +174,7 @@ class SearchOperations:
         if agents is None:
             return None
         words = [search.make_agent_scope(agent) for agent in agents]
-        own = await tx.one(sessions.SQL.by_key, key=reach.own_key, viewer=None)
+        own = None if reach.own_key is None else await session_rows.find_by_key(tx, reach.own_key)
         if own is not None:
             words.append(search.make_session_scope(own["id"]))
             words += [search.make_descendants_scope(own["id"])] if reach.descendants else []

@@ -523,10 +523,8 @@ async def _load_last_messages(
 
 
 async def _load_summary(tx: Tx) -> SessionsSummary:
-    counted = await tx.all(listing.SQL.count_by_agent)
-    going_on = await tx.one(listing.SQL.count_active_runs)
-    assert going_on is not None
-    agents = {row["agent_id"]: row["sessions"] for row in counted}
+    agents = await listing.count_sessions_by_agent(tx)
+    runs = await listing.count_active_runs(tx)
     return SessionsSummary(
-        sessions=sum(agents.values()), queued=going_on["queued"], running=going_on["running"], agents=agents
+        sessions=sum(agents.values()), queued=runs["queued"], running=runs["running"], agents=agents
     )

@@ -11,10 +11,8 @@ from antiphon.access import Caller
 from antiphon.engine import replicas
 from antiphon.operations.context import OperationContext
 from antiphon.operations.types import ReplicaView, SystemStatus
-from antiphon.store import Row, Tx
-from antiphon.store.queries import Queries
+from antiphon.store import Row
 
-SQL = Queries("system_status")
 MAX_ROWS_COUNTED = 10_000  # of each kind; larger numbers are not worth the cost of counting
 
 
@@ -25,7 +23,19 @@ class StatusOperations:
     async def get(self, caller: Caller) -> SystemStatus:
         """Return the totals; for operators that may read every session."""
         access.require_operator(caller, "list")
-        return await self._context.store.read(_load_system_status, self._context.clock.now())
+        now = self._context.clock.now()
+        row = await self._context.store.read(replicas.count_work, now, MAX_ROWS_COUNTED)
+        since = row["idle_since"]
+        return SystemStatus(
+            queued=row["queued"],
+            running=row["running"],
+            idle_seconds=0.0 if since is None else max(0.0, (now - since) / 1000),
+            abandoned=row["abandoned"],
+            replicas=row["replicas"],
+            pending=row["pending"],
+            ambiguous=row["ambiguous"],
+            dead=row["dead"],
+        )
 
     async def list_replicas(self, caller: Caller) -> list[ReplicaView]:
         """Return the replicas in the order in which they started; for operators."""
@@ -35,22 +45,6 @@ class StatusOperations:
             _build_replica_view(row, now)
             for row in await self._context.store.read(replicas.list_replicas, now)
         ]
-
-
-async def _load_system_status(tx: Tx, now: int) -> SystemStatus:
-    row = await tx.one(SQL.counts, now=now, most=MAX_ROWS_COUNTED)
-    assert row is not None
-    since = row["idle_since"]
-    return SystemStatus(
-        queued=row["queued"],
-        running=row["running"],
-        idle_seconds=0.0 if since is None else max(0.0, (now - since) / 1000),
-        abandoned=row["abandoned"],
-        replicas=row["replicas"],
-        pending=row["pending"],
-        ambiguous=row["ambiguous"],
-        dead=row["dead"],
-    )
 
 
 def _build_replica_view(row: Row, now: int) -> ReplicaView:

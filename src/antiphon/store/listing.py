@@ -163,6 +163,18 @@ async def count_hidden_sessions(
     return found
 
 
+async def count_sessions_by_agent(tx: Tx) -> dict[str, int]:
+    """Number of unarchived sessions of each agent. Counts every session: not for frequent requests."""
+    return {row["agent_id"]: row["sessions"] for row in await tx.all(SQL.count_by_agent)}
+
+
+async def count_active_runs(tx: Tx) -> Row:
+    """Number of `queued` and `running` runs."""
+    row = await tx.one(SQL.count_active_runs)
+    assert row is not None
+    return row
+
+
 async def load_last_messages(tx: Tx, session: int, limit: int, room: int) -> list[Row]:
     """The last messages of a session, newest first, without tool results; one longer than `room` has no body."""
     return await tx.all(SQL.last_messages, session=session, limit=limit, room=room)

@@ -1,4 +1,4 @@
-"""Delivery rows: their destinations, and adding them to the outbox.
+"""Delivery rows: their destinations, adding them to the outbox, listing them and sending them again.
 
 A delivery is a row written by the commit that causes it, under a key that identifies its cause, so it exists exactly
 once. `sender` sends it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from antiphon import keys
+from antiphon.errors import Conflict, NotFound
 from antiphon.keys import WEBCHAT_CHANNEL
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
@@ -84,3 +85,29 @@ async def enqueue_delivery(tx: Tx, delivery: NewDelivery, now: int) -> None:
         task=delivery.task,
         now=now,
     )
+
+
+async def list_deliveries(tx: Tx, state: str | None, before: int, limit: int) -> list[Row]:
+    """Return deliveries with a number below `before`, newest first."""
+    if state is None:
+        return await tx.all(SQL.page, before=before, limit=limit)
+    return await tx.all(SQL.page_by_state, state=state, before=before, limit=limit)
+
+
+async def count_by_state(tx: Tx, max_delivered: int) -> dict[str, int]:
+    """Return the number of deliveries in each state; delivered ones are counted only up to `max_delivered`."""
+    return {row["state"]: row["deliveries"] for row in await tx.all(SQL.count_by_state, most=max_delivered)}
+
+
+async def requeue_delivery(tx: Tx, key: str, now: int) -> Row:
+    """Send a dead, ambiguous or blocked delivery again. Returns its row."""
+    row = await tx.one(SQL.by_key, key=key)
+    if row is None:
+        raise NotFound(f"There is no delivery {key!r}.", "Use a key that `antiphon deliveries` shows.")
+    if not await tx.do(SQL.requeue, n=row["n"], now=now):
+        raise Conflict(
+            f"Delivery {key!r} is {row['state']}.", "Only what is dead, ambiguous or blocked is sent again."
+        )
+    after = await tx.one(SQL.by_key, key=key)
+    assert after is not None
+    return after
