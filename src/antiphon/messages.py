@@ -219,6 +219,10 @@ def encode_message(message: Message) -> str:
     return _encoder.encode(message).decode()
 
 
+def get_role(message: Message) -> str:
+    return str(message.__struct_config__.tag)
+
+
 def decode_message(body: str | bytes) -> Message:
     """Decodes one stored entry. Fields of newer writers are ignored here and stay in the stored text."""
     try:

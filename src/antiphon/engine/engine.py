@@ -76,7 +76,7 @@ class Engine:
         """Take the lease, look for work left by an earlier process, and start the background tasks."""
         await self.supervisor.acquire_leases()
         await self._lanes.start(self.worker.drain_lane, self.worker.has_work)
-        await self.supervisor.wake_idle_lanes(older_than=0)
+        await self.supervisor.wake_idle_lanes(older_than_seconds=0)
         background = [
             *self.supervisor.build_periodic_tasks(),
             self.worker.listen_for_stops(),

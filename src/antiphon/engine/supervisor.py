@@ -1,7 +1,8 @@
 """The periodic work of one process: leases, the sweep, deadlines, retention, indexing.
 
-The sweep repairs what a crash, a lost event, a stuck tool or a full disk left behind. Work that one of all replicas
-does is done by the coordinator. The supervisor executes no run; it wakes lanes and ends runs that nobody executes.
+The sweep repairs what a crash, a lost event, a stuck tool or a full disk left behind. Work that
+only one replica may do is done by the coordinator. The supervisor executes no run; it wakes lanes and ends runs that no
+process executes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from antiphon.store import Store
 log = logging.getLogger(__name__)
 
 IDLE_LANES_PER_PAGE = 1000
+COORDINATOR_LEASE_SWEEPS = 3  # the lease of the coordinator lasts this many sweep intervals
 
 
 class EngineTimings(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,11 +74,11 @@ class Supervisor:
         return [
             self._repeat_every(timings.lease / 3, self._renew_lease),
             self._repeat_every(timings.sweep, self._sweep),
-            self._repeat_every(timings.deadlines, self._expire_overdue_runs, on_coordinator=True),
+            self._repeat_every(timings.deadlines, self._expire_queued_work, coordinator_only=True),
             self._repeat_every(
-                timings.retention, self._apply_retention, on_coordinator=True, immediately=True
+                timings.retention, self._apply_retention, coordinator_only=True, immediately=True
             ),
-            self._repeat_every(search.INDEX_INTERVAL_SECONDS, self._index_transcripts, on_coordinator=True),
+            self._repeat_every(search.INDEX_INTERVAL_SECONDS, self._index_transcripts, coordinator_only=True),
         ]
 
     async def _repeat_every(
@@ -84,15 +86,15 @@ class Supervisor:
         seconds: float,
         work: Callable[[], Coroutine[Any, Any, None]],
         *,
-        on_coordinator: bool = False,
+        coordinator_only: bool = False,
         immediately: bool = False,
     ) -> None:
-        """Repeat some work until cancelled. With `on_coordinator`, skip it while this is not the coordinator."""
+        """Repeat some work until cancelled. With `coordinator_only`, skip it while another process is coordinator."""
         while True:
             if not immediately:
                 await asyncio.sleep(seconds)
             immediately = False
-            if on_coordinator and not self._is_coordinator:
+            if coordinator_only and not self._is_coordinator:
                 continue
             try:
                 await work()
@@ -124,7 +126,7 @@ class Supervisor:
 
     async def _acquire_coordinator_lease(self) -> bool:
         now = self._clock.now()
-        until = now + round(3000 * self._timings.sweep)
+        until = now + round(COORDINATOR_LEASE_SWEEPS * self._timings.sweep * 1000)
         return await self._store.tx(replicas.acquire_coordinator_lease, self._replica.id, until, now)
 
     # --- the sweep ---
@@ -147,18 +149,18 @@ class Supervisor:
                 await self._lanes.activate(lane)
         for run_id, active in active_before.items():
             if run_id not in owned and active_runs.get(run_id) is active:
-                log.info("Run %r was taken over", run_id, extra={"run_id": run_id})
+                log.info("Run %r was taken over by another process", run_id, extra={"run_id": run_id})
                 await self._lanes.abandon(active.lane)
                 await self._lanes.activate(active.lane)
 
     async def _sweep_as_coordinator(self, now: int) -> None:
-        """Do the work that only one of all replicas has to do."""
+        """Do the work that only one replica may do."""
         await self._force_end_runs(now - round(self._timings.stop_grace * 1000), now)
-        await self.wake_idle_lanes(older_than=self._timings.sweep)
+        await self.wake_idle_lanes(older_than_seconds=self._timings.sweep)
         if await self._store.tx(replicas.delete_expired_replicas, now):
             self._events.publish_gap()
         if await self._store.read(completion.has_stuck_work):
-            log.error("Some exchanges or tasks were stuck and have been settled")
+            log.error("Settling stuck exchanges or tasks")
             await self._worker.apply_effects(await self._store.tx(completion.settle_stuck_work, now))
         for key in await subagent_archive.archive_finished_subagents(self._store, now):
             self._events.publish_removed_session(key)
@@ -166,9 +168,9 @@ class Supervisor:
 
     async def _force_end_runs(self, before: int, now: int) -> None:
         """End runs that should have stopped, each separately, so that one failure does not affect the others."""
-        unstopped = await self._store.read(endings.load_unstopped_runs, before)
-        for run_id, lane in unstopped.items():
-            if run_id in self._worker.run_ids_being_ended:
+        overdue = await self._store.read(endings.load_runs_past_stop_grace, before)
+        for run_id, lane in overdue.items():
+            if run_id in self._worker.run_ids_committing_end:
                 continue  # its end is being committed and waits for disk space
             try:
                 effects = await self._store.tx(endings.force_end_run, run_id, before, now)
@@ -182,10 +184,10 @@ class Supervisor:
                 await self._lanes.abandon(lane)
                 await self._lanes.activate(lane)
 
-    async def wake_idle_lanes(self, older_than: float) -> None:
-        """Activate the lanes with work that no live process does, and that is older than so many seconds."""
+    async def wake_idle_lanes(self, older_than_seconds: float) -> None:
+        """Activate the lanes with runs that no live process owns and that have waited for this long."""
         now = self._clock.now()
-        before = now - round(older_than * 1000)
+        before = now - round(older_than_seconds * 1000)
         after = 0
         while True:
             lanes = await self._store.read(lifecycle.list_idle_lanes, after, before, now, IDLE_LANES_PER_PAGE)
@@ -197,8 +199,8 @@ class Supervisor:
 
     # --- deadlines, retention, indexing ---
 
-    async def _expire_overdue_runs(self) -> None:
-        """End waiting runs and tasks whose deadline has passed. A read first avoids empty commits."""
+    async def _expire_queued_work(self) -> None:
+        """End queued runs and waiting tasks whose deadline has passed. A read first avoids empty commits."""
         now = self._clock.now()
         if await self._store.read(endings.has_overdue_work, now):
             await self._worker.apply_effects(await self._store.tx(endings.expire_overdue_work, now))

@@ -1,7 +1,7 @@
 """Claims, executes, ends and stops the runs of one process, lane by lane.
 
-A worker has no state whose loss matters. `active_runs` are the runs that it executes; after a crash, another process
-resumes them from their transcripts. What follows from a commit is applied here (`apply_effects`).
+A worker keeps nothing in memory that must survive a crash. `active_runs` are the runs that it executes; after a crash,
+another process resumes them from their transcripts. What follows from a commit is applied here (`apply_effects`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from antiphon.bus import EventBus, StopRequested, session_topic
+from antiphon.bus import EventBus, Gap, StopRequested, session_topic
 from antiphon.clock import Clock
 from antiphon.engine.events import EventPublisher
 from antiphon.engine.outbox.sender import Outbox
@@ -55,13 +55,13 @@ class ActiveRun(msgspec.Struct):
     """A run being executed: how to stop it, and its outcome if it is stopped."""
 
     lane: int
-    limit: asyncio.Timeout
+    timeout: asyncio.Timeout
     outcome: RunOutcome = "timeout"
 
     def cancel(self) -> None:
-        if not self.limit.expired():
+        if not self.timeout.expired():
             self.outcome = "cancelled"
-            self.limit.reschedule(asyncio.get_running_loop().time())
+            self.timeout.reschedule(asyncio.get_running_loop().time())
 
 
 class Worker:
@@ -91,7 +91,7 @@ class Worker:
         self._max_run_ms = max_run_ms
         self._crash_quarantine = CrashQuarantine()
         self.active_runs: dict[str, ActiveRun] = {}
-        self.run_ids_being_ended: set[str] = set()
+        self.run_ids_committing_end: set[str] = set()
         """Runs whose end is being committed, which may wait for disk space."""
         self.is_stopping = False
         """Whether lanes claim no further runs, because the process stops."""
@@ -124,11 +124,11 @@ class Worker:
     # --- lanes ---
 
     async def has_work(self, lane: int) -> bool:
-        """Whether a lane has work that no live process is doing."""
+        """Whether a lane has runs that no live process owns."""
         return await self._store.read(lifecycle.has_work, lane, self._clock.now())
 
     async def drain_lane(self, lane: int) -> bool:
-        """Execute the runs of a lane. True if there may be more after the maximum number of consecutive runs."""
+        """Execute the runs of a lane. Returns True if it stopped at the limit and more runs may be queued."""
         try:
             try:
                 return await self._execute_runs(lane, MAX_CONSECUTIVE_RUNS_PER_LANE)
@@ -192,7 +192,7 @@ class Worker:
     async def _execute_run(self, claim: Claim, *, claim_next: bool) -> Claim | None:
         """Execute and end a run. With `claim_next`, the same commit claims the next one, which is returned."""
         self._events.publish_phase(claim.session, claim.session_key, claim.run_id, "running")
-        self._on_entries(claim, claim.entries)
+        self._on_entries_committed(claim, claim.entries)
         if claim.resumed:
             log.warning(
                 "Run %r is resumed where it was interrupted", claim.run_id, extra=_build_log_fields(claim)
@@ -201,26 +201,26 @@ class Worker:
             with start_span(
                 "run", run_id=claim.run_id, session_key=claim.session_key, agent_id=claim.agent_id
             ):
-                ending = await self._run_to_ending(claim)
+                ending = await self._execute_claimed_run(claim)
             effects, next_claim = await self._finish_run(claim, ending, claim_next=claim_next)
         except Fenced:
-            log.info("Run %r was taken over", claim.run_id, extra=_build_log_fields(claim))
+            log.info("Run %r was taken over by another process", claim.run_id, extra=_build_log_fields(claim))
             return None
         await self.apply_effects(effects)
         return next_claim
 
-    async def _run_to_ending(self, claim: Claim) -> RunEnding:
+    async def _execute_claimed_run(self, claim: Claim) -> RunEnding:
         loop: RunLoop | None = None
         try:
-            async with asyncio.timeout(max(0.0, (claim.deadline_at - self._clock.now()) / 1000)) as limit:
-                active = self.active_runs[claim.run_id] = ActiveRun(claim.session, limit)
+            async with asyncio.timeout(max(0.0, (claim.deadline_at - self._clock.now()) / 1000)) as timeout:
+                active = self.active_runs[claim.run_id] = ActiveRun(claim.session, timeout)
                 if claim.cancelled:
                     active.cancel()
                 loop = await self._build_run_loop(claim)
                 return await loop.run()
         except TimeoutError:
             active = self.active_runs[claim.run_id]
-            if active.limit.expired():
+            if active.timeout.expired():
                 return _build_stopped_ending(claim, loop, active.outcome)
             log.exception("Run %r failed", claim.run_id, extra=_build_log_fields(claim))
             return _build_failed_ending(loop, RunFailed(claim.run_id))
@@ -257,11 +257,11 @@ class Worker:
             claim,
             setup,
             deltas,
-            self._on_entries,
+            self._on_entries_committed,
             self._events.publish_tool_phase,
         )
 
-    def _on_entries(self, claim: Claim, entries: Sequence[Entry]) -> None:
+    def _on_entries_committed(self, claim: Claim, entries: Sequence[Entry]) -> None:
         if entries:
             self._crash_quarantine.leave(claim.session)  # the run makes progress
         self._events.publish_entries(claim, entries)
@@ -281,13 +281,13 @@ class Worker:
             await self._lanes.activate(claim.session)  # the next run is claimed separately
         # A retry would fail again: end the run without the results that could not be committed.
         return await self._commit_end(
-            claim, _build_uncommittable_ending(ending, self._clock.now()), claim_next=False
+            claim, _build_commit_failed_ending(ending, self._clock.now()), claim_next=False
         )
 
     async def _commit_end(
         self, claim: Claim, ending: RunEnding, *, claim_next: bool
     ) -> tuple[Effects, Claim | None]:
-        self.run_ids_being_ended.add(claim.run_id)
+        self.run_ids_committing_end.add(claim.run_id)
         try:
             return await retry_while_store_full(
                 lambda: self._store.tx(
@@ -295,7 +295,7 @@ class Worker:
                 )
             )
         finally:
-            self.run_ids_being_ended.discard(claim.run_id)
+            self.run_ids_committing_end.discard(claim.run_id)
 
     # --- stopping ---
 
@@ -306,8 +306,8 @@ class Worker:
                 event = await events.get()
                 if isinstance(event, StopRequested):
                     self._cancel_run(event.run_id)
-                elif event is not None:
-                    # The sweep retries; the listener must survive, or stops would be slow.
+                elif isinstance(event, Gap):
+                    # Requests may have been lost. If the store cannot be read now, the sweep repeats this.
                     with suppress(StoreError):
                         await self.cancel_requested_runs()
 
@@ -343,7 +343,7 @@ def _build_failed_ending(loop: RunLoop | None, error: AntiphonError) -> RunEndin
     return RunEnding(state="error", error_code=error.code, error=str(error))
 
 
-def _build_uncommittable_ending(ending: RunEnding, now: int) -> RunEnding:
+def _build_commit_failed_ending(ending: RunEnding, now: int) -> RunEnding:
     error = "The result of the run could not be stored. See the log for the reason, then try again."
     usage = next((answer.usage for answer in ending.messages if isinstance(answer, AssistantMessage)), None)
     notice = AssistantMessage(

@@ -30,6 +30,7 @@ from antiphon.messages import (
     ToolResult,
     UserMessage,
     collect_call_ids,
+    get_role,
 )
 from antiphon.store import Row, Tx
 
@@ -316,7 +317,7 @@ def _name_speaker(message: Message) -> str:
     """Name the role of a message; text from another session has no role in this one."""
     if isinstance(message, UserMessage | AssistantMessage) and message.provenance is not None:
         return f"data from elsewhere ({message.provenance.kind})"
-    return str(message.__struct_config__.tag)
+    return get_role(message)
 
 
 def _collect_text_pieces(message: Message) -> Iterable[str]:

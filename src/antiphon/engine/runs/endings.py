@@ -37,8 +37,8 @@ STOPPED_BEFORE_START_ENDING = RunEnding(
 TIMED_OUT_BEFORE_START_ENDING = RunEnding(
     state="timeout", error_code="timeout", error="The run timed out before it started."
 )
-NOT_STOPPING_ENDING = RunEnding(
-    state="timeout", error_code="timeout", error="The run timed out and did not stop by itself."
+FORCED_TIMEOUT_ENDING = RunEnding(
+    state="timeout", error_code="timeout", error="The run timed out, did not stop, and was ended."
 )
 
 
@@ -80,14 +80,14 @@ async def end_run(tx: Tx, run: RunIdentity, ending: RunEnding, last_seq: int | N
 
 
 def build_closing_entries(ending: RunEnding, now: int) -> list[Message]:
-    """Return the entry that closes a turn without an answer, so that the next question stays separate."""
+    """Return the entry that closes a turn without an answer, so that the next user message starts a new turn."""
     if ending.state == "ok":
         return []
     reason: StopReason = "error" if ending.state in {"error", "incomplete"} else "aborted"
     return [AssistantMessage(content=[], timestamp=now, stop_reason=reason, error_message=ending.error)]
 
 
-async def end_unexecuted_run(tx: Tx, row: Row, ending: RunEnding, now: int) -> Effects:
+async def end_run_without_worker(tx: Tx, row: Row, ending: RunEnding, now: int) -> Effects:
     """End a run that no process executes: one that never started, or one taken from its owner."""
     session = await tx.one(SESSIONS_SQL.key_by_id, id=row["session"])
     key, session_id = (session["key"], session["session_id"]) if session else ("", "")
@@ -142,7 +142,7 @@ async def cancel_runs(tx: Tx, session: int, run_id: str | None, now: int) -> Eff
                 ended += await _end_queued_run(tx, row, STOPPED_BEFORE_START_ENDING, now)
         return ended
     for member in await tx.all(SQL.active_tree, session=session):
-        await _stop_wakes(tx, member["id"], now)
+        await _prevent_wakes(tx, member["id"], now)
         if member["id"] != session or run_id is None:
             for row in await tx.all(SQL.queued_in_session, session=member["id"]):
                 # Notes are not stopped: they record what has already happened.
@@ -156,7 +156,7 @@ async def cancel_runs(tx: Tx, session: int, run_id: str | None, now: int) -> Eff
     return ended + reports + stop_requests
 
 
-async def _stop_wakes(tx: Tx, session: int, now: int) -> None:
+async def _prevent_wakes(tx: Tx, session: int, now: int) -> None:
     """Keep a session from being woken by its sub-agents."""
     await tx.do(TASKS_SQL.mute, requester=session)
     await completion.stop_waiting(tx, session, now)
@@ -164,7 +164,7 @@ async def _stop_wakes(tx: Tx, session: int, now: int) -> None:
 
 async def _cancel_descendants(tx: Tx, session: int, now: int) -> Effects:
     """Stop all sub-agents of a session, but not the session itself."""
-    await _stop_wakes(tx, session, now)
+    await _prevent_wakes(tx, session, now)
     effects = NO_EFFECTS
     for child in await tx.all(SQL.active_children, session=session):
         effects += await cancel_runs(tx, child["id"], None, now)
@@ -200,18 +200,18 @@ async def expire_overdue_work(tx: Tx, now: int) -> Effects:
     return effects
 
 
-async def load_unstopped_runs(tx: Tx, before: int) -> dict[str, int]:
+async def load_runs_past_stop_grace(tx: Tx, before: int) -> dict[str, int]:
     """Return runs that should have stopped before that time, by request or deadline, with their lanes."""
     return {row["id"]: row["session"] for row in await tx.all(SQL.overdue_stops, before=before)}
 
 
 async def force_end_run(tx: Tx, run_id: str, before: int, now: int) -> Effects | None:
-    """End a run that `load_unstopped_runs` returned. Returns None if it has stopped meanwhile."""
+    """End a run that `load_runs_past_stop_grace` returned. Returns None if it has stopped meanwhile."""
     row = next((row for row in await tx.all(SQL.overdue_stops, before=before) if row["id"] == run_id), None)
     if row is None:
         return None
-    ending = STOPPED_ENDING if row["cancel_at"] else NOT_STOPPING_ENDING
-    return await end_unexecuted_run(tx, row, ending, now)
+    ending = STOPPED_ENDING if row["cancel_at"] else FORCED_TIMEOUT_ENDING
+    return await end_run_without_worker(tx, row, ending, now)
 
 
 async def end_abandoned_run(tx: Tx, session: int, now: int, *, shared: bool) -> Effects:
@@ -219,4 +219,4 @@ async def end_abandoned_run(tx: Tx, session: int, now: int, *, shared: bool) -> 
     row = await tx.one(SQL.active_with_lease, session=session)
     if row is None or (shared and row["lease_until"] > now):
         return NO_EFFECTS
-    return await end_unexecuted_run(tx, row, STOPPED_ENDING, now)
+    return await end_run_without_worker(tx, row, STOPPED_ENDING, now)

@@ -32,7 +32,7 @@ from antiphon.engine.runs.run_queue import NOTE_ORIGIN
 from antiphon.engine.sessions import transcripts
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.errors import CrashSuspected, Fenced, InvalidInput, StoreError
-from antiphon.messages import AssistantMessage, Message, decode_message
+from antiphon.messages import AssistantMessage, Message, decode_message, get_role
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
@@ -43,7 +43,7 @@ MAX_RUNS_SKIPPED_PER_CLAIM = 1000  # runs (such as expired ones) that one claim 
 
 
 class Claim(RunIdentity, frozen=True, kw_only=True):
-    """The right to execute a run: what its commits must name, and what it starts from."""
+    """The right to execute a run: the epoch its commits must match, and its starting state."""
 
     root_key: str
     agent_id: str
@@ -89,8 +89,8 @@ async def claim_run(tx: Tx, session: int, claimant: Claimant) -> tuple[Claim | N
         return await _claim_next_run(tx, session, claimant)
     if row["owner"] != claimant.owner and row["lease_until"] > claimant.now:
         return None, NO_EFFECTS
-    refusal = _find_refusal_ending(row, claimant)
-    if refusal is None:
+    skip_ending = _find_skip_ending(row, claimant)
+    if skip_ending is None:
         if (
             row["attempts"] >= MIN_SUSPECT_INTERRUPTIONS
             and row["owner"] != claimant.owner
@@ -98,7 +98,7 @@ async def claim_run(tx: Tx, session: int, claimant: Claimant) -> tuple[Claim | N
         ):
             raise CrashSuspected(row["id"])
         return await _start_run(tx, row, claimant), NO_EFFECTS
-    effects = await endings.end_unexecuted_run(tx, row, refusal, claimant.now)
+    effects = await endings.end_run_without_worker(tx, row, skip_ending, claimant.now)
     next_claim, skipped = await _claim_next_run(tx, session, claimant)
     return next_claim, effects + skipped
 
@@ -116,17 +116,17 @@ async def _claim_next_run(
         if row["origin"] == NOTE_ORIGIN:
             skipped += await _append_note(tx, row, claimant.now)
             continue
-        refusal = _find_refusal_ending(row, claimant)
-        if refusal is None:
+        skip_ending = _find_skip_ending(row, claimant)
+        if skip_ending is None:
             return await _start_run(tx, row, claimant), skipped
-        skipped += await endings.end_unexecuted_run(tx, row, refusal, claimant.now)
+        skipped += await endings.end_run_without_worker(tx, row, skip_ending, claimant.now)
     return None, skipped  # The sweep visits the lane again; this bounds the size of one commit.
 
 
 async def _append_note(tx: Tx, row: Row, now: int) -> Effects:
     """Append a note to the transcript in its turn."""
     try:
-        role = str(decode_message(row["input"]).__struct_config__.tag)
+        role = get_role(decode_message(row["input"]))
     except InvalidInput as error:
         return await _discard_damaged_note(tx, row, str(error), now)
     lane = await tx.one(SESSIONS_SQL.reserve_seq_unfenced, id=row["session"], count=1, now=now)
@@ -155,7 +155,7 @@ def _compute_deadline(row: Row, claimant: Claimant) -> int:
     return row["deadline_at"] if row["deadline_at"] is not None else row["created_at"] + claimant.max_run_ms
 
 
-def _find_refusal_ending(row: Row, claimant: Claimant) -> RunEnding | None:
+def _find_skip_ending(row: Row, claimant: Claimant) -> RunEnding | None:
     """Return the ending of a run that must not be executed (again), or None."""
     if _compute_deadline(row, claimant) <= claimant.now:
         if row["first_seq"] is None:
@@ -175,22 +175,22 @@ def _find_refusal_ending(row: Row, claimant: Claimant) -> RunEnding | None:
 
 async def _start_run(tx: Tx, row: Row, claimant: Claimant, lane: Row | None = None) -> Claim:
     """Start or resume a run, taking its lane unless `lane` is given."""
-    fresh = row["first_seq"] is None
+    is_first_start = row["first_seq"] is None
     lane = lane or await tx.one(
-        SESSIONS_SQL.claim_lane, id=row["session"], count=int(fresh), now=claimant.now
+        SESSIONS_SQL.claim_lane, id=row["session"], count=int(is_first_start), now=claimant.now
     )
     if lane is None:
         raise StoreError(f"Run {row['id']!r} has no session.", "Run `antiphon doctor`.")
     entries: list[Entry] = []
     options = decode_options(row["options"])
-    if fresh and options is not None and options.earlier:
+    if is_first_start and options is not None and options.earlier:
         entries = await _append_earlier_messages(tx, row, lane, options, claimant.now)
         options = msgspec.structs.replace(options, earlier=[])  # they are in the transcript now
-    first_seq = lane["last_seq"] + len(entries) if fresh else row["first_seq"]
+    first_seq = lane["last_seq"] + len(entries) if is_first_start else row["first_seq"]
     started = await tx.do(
         SQL.start,
         n=row["n"],
-        seen=row["epoch"],
+        expected_epoch=row["epoch"],
         owner=claimant.owner,
         epoch=lane["lane_epoch"],
         transcript=lane["transcript"],
@@ -201,27 +201,27 @@ async def _start_run(tx: Tx, row: Row, claimant: Claimant, lane: Row | None = No
     if not started:
         # Another process claimed it since it was read; possible in a store that locks rows.
         raise Fenced(row["id"])
-    if fresh:
-        role = "user" if row["options"] is None else str(decode_message(row["input"]).__struct_config__.tag)
+    if is_first_start:
+        role = "user" if row["options"] is None else get_role(decode_message(row["input"]))
         entries.append(transcripts.new_entry(first_seq, role, row["input"], claimant.now))
         await transcripts.append_raw(tx, lane["transcript"], row["n"], entries[-1])
     return _build_claim(row, lane, claimant, first_seq, entries, options)
 
 
 async def _append_earlier_messages(tx: Tx, row: Row, lane: Row, options: RunOptions, now: int) -> list[Entry]:
-    """Append the request's earlier messages that the session lacks; its new message is appended next."""
+    """Append the request's earlier messages that are not in the transcript yet; its new message is appended next."""
     unknown = [
         msgspec.structs.replace(message, timestamp=now)
         for message in await find_unknown_messages(tx, lane["transcript"], options)
     ]
     if not unknown:
         return []
-    moved = await tx.one(
+    reserved = await tx.one(
         SESSIONS_SQL.reserve_seq, id=row["session"], epoch=lane["lane_epoch"], count=len(unknown), now=now
     )
-    if moved is None:
+    if reserved is None:
         raise Fenced(row["id"])
-    return await transcripts.append(tx, lane["transcript"], moved["last_seq"] - 1, None, unknown, now)
+    return await transcripts.append(tx, lane["transcript"], reserved["last_seq"] - 1, None, unknown, now)
 
 
 def _build_claim(
@@ -260,7 +260,7 @@ def _build_claim(
 
 
 async def commit_messages(tx: Tx, claim: Claim, messages: Sequence[Message], now: int) -> list[Entry]:
-    """Append entries of a run that continues."""
+    """Append entries of a run that has not ended."""
     row = await tx.one(
         SESSIONS_SQL.reserve_seq, id=claim.session, epoch=claim.epoch, count=len(messages), now=now
     )
@@ -284,7 +284,7 @@ async def finish_run(
         messages = [*(build_interrupted_result(call, now) for call in calls), *messages]
     head = await tx.one(SQL.next_queued, session=claim.session) if claim_next else None
     can_start_head = (
-        head is not None and head["origin"] != NOTE_ORIGIN and _find_refusal_ending(head, claimant) is None
+        head is not None and head["origin"] != NOTE_ORIGIN and _find_skip_ending(head, claimant) is None
     )
     lane = await tx.one(  # this reserves the last entry numbers of the run, and the first one of the next run
         SESSIONS_SQL.release_and_claim_lane if can_start_head else SESSIONS_SQL.release_lane,
@@ -347,13 +347,13 @@ async def _record_usage(tx: Tx, claim: Claim, messages: Sequence[Message], now: 
 
 
 async def list_idle_lanes(tx: Tx, after: int, before: int, now: int, limit: int) -> list[int]:
-    """Return lanes with work that no live process is doing."""
+    """Return lanes with runs that no live process owns."""
     rows = await tx.all(SQL.lanes_with_work, after=after, before=before, now=now, limit=limit)
     return [row["session"] for row in rows]
 
 
 async def has_work(tx: Tx, lane: int, now: int) -> bool:
-    """Whether a lane has work that no live process is doing."""
+    """Whether a lane has runs that no live process owns."""
     return await tx.one(SQL.has_work, lane=lane, now=now) is not None
 
 
@@ -407,5 +407,5 @@ async def is_ended_or_stopping(tx: Tx, run_id: str | None) -> bool:
 
 
 async def reset_attempts(tx: Tx, n: int) -> None:
-    """Count no further crash against a run that has made progress."""
+    """Reset the crash count of a run that made progress."""
     await tx.do(SQL.reset_attempts, n=n)

@@ -21,6 +21,7 @@ from antiphon.messages import (
     ToolResult,
     decode_message,
     encode_message,
+    get_role,
     is_failed_entry,
     is_tool_entry,
 )
@@ -103,7 +104,7 @@ async def append(
     """Append `messages` so that the last one gets the number `last_seq`, which the caller has reserved."""
     entries: list[Entry] = []
     for seq, message in enumerate(messages, last_seq - len(messages) + 1):
-        entry = new_entry(seq, str(message.__struct_config__.tag), encode_message(message), now)
+        entry = new_entry(seq, get_role(message), encode_message(message), now)
         await append_raw(tx, transcript, run, entry)
         entries.append(entry)
     return entries

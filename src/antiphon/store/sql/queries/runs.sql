@@ -65,7 +65,7 @@ FROM runs r WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT
 -- name: start
 UPDATE runs SET state = 'running', owner = :owner, epoch = :epoch, attempts = attempts + 1, options = :options,
        transcript = :transcript, first_seq = coalesce(first_seq, :first_seq), started_at = coalesce(started_at, :now)
-WHERE n = :n AND state IN ('queued', 'running') AND epoch = :seen;
+WHERE n = :n AND state IN ('queued', 'running') AND epoch = :expected_epoch;
 
 -- name: end
 -- A terminal state is final.
