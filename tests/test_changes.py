@@ -464,7 +464,7 @@ def pick_change(operations: Operations, change: str) -> Callable[..., Awaitable[
 @pytest.mark.parametrize("change", ["reset", "delete"])
 async def test_what_does_not_stop_is_not_changed(tmp_path: Path, change: str) -> None:
     agent = Busy(stubborn=True)
-    async with open_app_fixture(tmp_path, agent, pace=STUCK) as app:
+    async with open_app_fixture(tmp_path, agent, timings=STUCK) as app:
         run_id = await app.say("hello", SIDE)
         await wait_for_event(agent.begun)
         before = (await app.operations.sessions.describe(OPERATOR, SIDE)).session_id
@@ -573,7 +573,7 @@ async def test_a_feed_ends_with_its_session(
     from antiphon.engine.sessions import feeds
 
     monkeypatch.setattr(feeds, "IDLE_REREAD_SECONDS", 3600 if bus is LocalBus else 0.01)
-    async with open_app_fixture(tmp_path, echo, bus=bus(), pace=EngineTimings(sweep=0.01)) as app:
+    async with open_app_fixture(tmp_path, echo, bus=bus(), timings=EngineTimings(sweep=0.01)) as app:
         await app.ask("hello", SIDE)
         seen: list[Event] = []
         ready = asyncio.Event()

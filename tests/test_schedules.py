@@ -106,7 +106,7 @@ async def desk(
     clock = clock or ManualClock(START)
     config = make_config({"cron": {"maxConcurrentRuns": 100}, **settings})
     async with open_app_fixture(
-        path, agent, clock=clock, pace=QUIET, config=config, on_commit=on_commit
+        path, agent, clock=clock, timings=QUIET, config=config, on_commit=on_commit
     ) as app:
         scheduler = Scheduler(
             context=FiringContext(config, SessionResolver(config)),

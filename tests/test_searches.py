@@ -147,7 +147,7 @@ def test_a_hit_is_returned_if_and_only_if_its_session_may_be_read(
 
 
 async def _compared(path: Path, config: Config, places: list[Place], callers: list[Caller]) -> None:
-    async with open_app_fixture(path, echo, config=config, pace=QUIET) as app:
+    async with open_app_fixture(path, echo, config=config, timings=QUIET) as app:
         conversations = await app.store.tx(_build, places, 25)
         for caller in callers:
             readable = await _readable(app.operations, caller, conversations)
@@ -226,7 +226,7 @@ async def _hits(app: AppFixture, query: str, **options: Any) -> list[SearchHit]:
 @pytest.mark.requirement("W2")
 async def test_a_hit_says_where_it_is(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with open_app_fixture(tmp_path, echo, clock=clock, pace=QUIET) as app:
+    async with open_app_fixture(tmp_path, echo, clock=clock, timings=QUIET) as app:
         await app.ask("where is the needle?")
         await app.operations.conversations.renew(OPERATOR, MAIN)
         await app.ask("the needle is here")
@@ -282,7 +282,7 @@ async def test_a_search_indexes_a_little_and_says_when_there_is_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "INDEX_INTERVAL_SECONDS", 3600)
-    async with open_app_fixture(tmp_path, echo, pace=QUIET) as app:
+    async with open_app_fixture(tmp_path, echo, timings=QUIET) as app:
         row = await app.create(MAIN)
 
         async def fill(tx: Tx) -> None:

@@ -387,7 +387,7 @@ class _Broken:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.clock = store.clock
-        self.shared, self.identity, self.trouble = store.shared, store.identity, store.trouble
+        self.shared, self.identity, self.write_error = store.shared, store.identity, store.write_error
         self.tx, self.close = store.tx, store.close
 
     async def read(self, script: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.sessions.retention import RetentionPolicy
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import Tool, Toolbox
-from antiphon.errors import NotFound, StoreError
+from antiphon.errors import NotFound
 from antiphon.operations.operations import Operations
 from antiphon.runtimes import Runtime
 from antiphon.runtimes.model import ModelRuntime
@@ -61,7 +61,7 @@ class AppOptions(TypedDict, total=False):
     functions: Mapping[str, Runtime] | None
     channels: Mapping[str, DeliveryChannel] | None
     clock: Clock | None
-    pace: EngineTimings | None
+    timings: EngineTimings | None
     on_commit: Callable[[CommitPhase], None] | None
 
 
@@ -70,12 +70,10 @@ class App(msgspec.Struct, frozen=True):
 
     operations: Operations
     toolbox: Toolbox
-    links: CoordinationBackend
+    coordination: CoordinationBackend
     config: Config
     clock: Clock
-    trouble: Callable[[], StoreError | None]
-    """Why the store cannot write at the moment, as far as it knows."""
-    introduce: Callable[[str], Awaitable[None]]
+    publish_address: Callable[[str], Awaitable[None]]
     """Tells the other replicas the address of this one."""
     preload_libraries: Callable[[], None]
     """Imports the configured providers' libraries in the background (`RuntimeRegistry.preload_libraries`)."""
@@ -83,7 +81,7 @@ class App(msgspec.Struct, frozen=True):
 
     @property
     def bus(self) -> EventBus:
-        return self.links.bus
+        return self.coordination.bus
 
 
 @asynccontextmanager
@@ -101,71 +99,91 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
     with await asyncio.to_thread(StateDir.open_locked, state_dir) as home:
         async with (
             _open_app_store(config, home, options.get("on_commit")) as store,
-            open_coordination(config, store) as links,
+            open_coordination(config, store) as coordination,
             aclosing(
                 RuntimeRegistry(config, options.get("functions"), options.get("clock") or store.clock)
-            ) as catalog,
+            ) as runtimes,
         ):
             clock = options.get("clock") or store.clock
-            secret = await store.tx(framing.load_installation_secret)
-            toolbox = Toolbox()
-            door = SessionResolver(config)
-            engine = Engine(
-                store=store,
-                lanes=links.lanes,
-                bus=links.bus,
-                clock=clock,
-                load_run_setup=_RunSettingFactory(
-                    config, catalog, SessionIdentityResolver(config, door, toolbox), secret
-                ),
-                outbox=Outbox(store, links.bus, clock, door, options.get("channels") or {}),
-                timings=options.get("pace") or links.timings,
-                retention=_build_retention(config),
-                max_run_seconds=config.agents.defaults.timeout_seconds,
-                is_only_replica=not store.shared,
-                replica=_build_replica(clock),
+            toolbox, session_resolver = Toolbox(), SessionResolver(config)
+            load_run_setup = _RunSetupLoader(
+                config,
+                runtimes,
+                SessionIdentityResolver(config, session_resolver, toolbox),
+                await store.tx(framing.load_installation_secret),
             )
-            mirror = (
-                TranscriptMirror(store, links.bus, home.transcripts, clock)
-                if config.mirrors_transcripts
-                else None
-            )
+            engine = _build_engine(config, store, coordination, load_run_setup, session_resolver, options)
             scheduler = Scheduler(
-                context=FiringContext(config, door, frozenset(options.get("channels") or {})),
+                context=FiringContext(config, session_resolver, frozenset(options.get("channels") or {})),
                 store=store,
-                bus=links.bus,
+                bus=coordination.bus,
                 clock=clock,
                 engine=engine.worker,
             )
+            mirror = None
+            if config.mirrors_transcripts:
+                mirror = TranscriptMirror(store, coordination.bus, home.transcripts, clock)
             operations = create_operations(
                 config,
                 store,
                 home,
-                bus=links.bus,
+                bus=coordination.bus,
                 clock=clock,
                 worker=engine.worker,
                 toolbox=toolbox,
                 transcript_files=mirror.files if mirror else None,
                 scheduler=scheduler,
             )
-            more = options.get("tools")
-            for tool in [*create_session_tools(operations), *(more(operations) if more else ())]:
+            create_tools = options.get("tools")
+            for tool in [
+                *create_session_tools(operations),
+                *(create_tools(operations) if create_tools else ()),
+            ]:
                 toolbox.add(tool)
-            async with (
-                _run_mirror(mirror, home),
-                _run_engine(engine, scheduler, links.drain_seconds),
-            ):
+            async with _run_mirror(mirror, home), _run_engine(engine, scheduler, coordination.drain_seconds):
                 yield App(
-                    operations,
-                    toolbox,
-                    links,
-                    config,
-                    clock,
-                    lambda: store.trouble,
-                    engine.supervisor.publish_address,
-                    catalog.preload_libraries,
-                    store,
+                    operations=operations,
+                    toolbox=toolbox,
+                    coordination=coordination,
+                    config=config,
+                    clock=clock,
+                    publish_address=engine.supervisor.publish_address,
+                    preload_libraries=runtimes.preload_libraries,
+                    store=store,
                 )
+
+
+def _build_engine(
+    config: Config,
+    store: Store,
+    coordination: CoordinationBackend,
+    load_run_setup: _RunSetupLoader,
+    session_resolver: SessionResolver,
+    options: AppOptions,
+) -> Engine:
+    clock = options.get("clock") or store.clock
+    retention = config.session.retention
+    return Engine(
+        store=store,
+        lanes=coordination.lanes,
+        bus=coordination.bus,
+        clock=clock,
+        load_run_setup=load_run_setup,
+        outbox=Outbox(store, coordination.bus, clock, session_resolver, options.get("channels") or {}),
+        timings=options.get("timings") or coordination.timings,
+        retention=RetentionPolicy(
+            archive_after_days=retention.archive_after_days,
+            delete_archived_after_days=retention.delete_archived_after_days,
+        ),
+        max_run_seconds=config.agents.defaults.timeout_seconds,
+        is_only_replica=not store.shared,
+        replica=Replica(
+            id=uuid.uuid4().hex,
+            name=f"{socket.gethostname()}:{os.getpid()}",
+            version=__version__,
+            started_at=clock.now(),
+        ),
+    )
 
 
 @asynccontextmanager
@@ -217,33 +235,16 @@ async def _run_mirror(mirror: TranscriptMirror | None, home: StateDir) -> AsyncG
         await mirror.flush()
 
 
-def _build_replica(clock: Clock) -> Replica:
-    return Replica(
-        id=uuid.uuid4().hex,
-        name=f"{socket.gethostname()}:{os.getpid()}",
-        version=__version__,
-        started_at=clock.now(),
-    )
-
-
-def _build_retention(config: Config) -> RetentionPolicy:
-    retention = config.session.retention
-    return RetentionPolicy(
-        archive_after_days=retention.archive_after_days,
-        delete_archived_after_days=retention.delete_archived_after_days,
-    )
-
-
-class _RunSettingFactory:
-    """Builds the settings of a run from the configuration and, for a spawned session, its limits."""
+class _RunSetupLoader:
+    """Builds the setup of a run from the configuration and, for a spawned session, its limits."""
 
     def __init__(
-        self, config: Config, catalog: RuntimeRegistry, actors: SessionIdentityResolver, secret: bytes
+        self, config: Config, runtimes: RuntimeRegistry, identities: SessionIdentityResolver, secret: bytes
     ) -> None:
         self._secret = secret
-        self._catalog = catalog
+        self._runtimes = runtimes
         self._agents = {agent_id: config.get_agent(agent_id) for agent_id in config.agent_ids}
-        self._actors = actors
+        self._identities = identities
         self._max_subagent_steps = config.agents.defaults.subagents.max_concurrent
         self._subagent_slots: dict[str | None, asyncio.Semaphore] = {}
         """By provider, with None for agents without one, so that a stuck provider does not delay the others."""
@@ -256,22 +257,22 @@ class _RunSettingFactory:
                 "Add it to agents.list, or archive the session.",
             )
         key = keys.parse(claim.session_key)
-        runtime = await self._catalog.get_runtime(agent.id, claim.model)
+        runtime = await self._runtimes.get_runtime(agent.id, claim.model)
         spec = runtime.spec if isinstance(runtime, ModelRuntime) else None
         if key.shape == "subagent":
             runtime = ConcurrencyLimitedRuntime(
                 runtime, self._get_subagent_slots(spec.provider if spec else None)
             )
-        actor = self._actors.resolve(
+        identity = self._identities.resolve(
             agent.id, claim.session_key, sandboxed=claim.sandboxed, envelope=claim.envelope
         )
         nonce = framing.derive_nonce(self._secret, claim.session_key, claim.session_id)
         return RunSetup(
             nonce=nonce,
             runtime=runtime,
-            caller=actor.caller,
+            caller=identity.caller,
             instructions=_build_instructions(agent, claim, nonce),
-            tools=actor.tools,
+            tools=identity.tools,
             max_steps=agent.max_steps,
             reserve_tokens=agent.compaction.reserve_tokens,
             keep_tokens=agent.compaction.keep_recent_tokens,

@@ -40,22 +40,22 @@ REFUSED_STATUS = 401
 async def find_problems(config: Config) -> list[Problem]:
     """Problems that would make every run of an agent or a model fail."""
     stand_in = _replace_secrets(config)
-    actors = _build_actors(stand_in)
-    catalog = RuntimeRegistry(stand_in)
+    identities = _build_identity_resolver(stand_in)
+    runtimes = RuntimeRegistry(stand_in)
     problems: list[Problem] = []
     tools: dict[str, Sequence[ToolSpec]] = {}
     try:
         for number, agent_id in enumerate(config.agent_ids):
             path = f"agents.list[{number}]"
             try:
-                tools[agent_id] = _list_tool_specs(actors, agent_id)
+                tools[agent_id] = _list_tool_specs(identities, agent_id)
             except Exception as error:  # noqa: BLE001 - whatever it is, it would end the run
                 problems.append(_build_problem(f"{path}.tools", f"The tools of agent {agent_id!r}", error))
             target = config.get_agent(agent_id).runtime.target
             if target is None or find_spec(target.partition(".")[0].partition(":")[0]) is None:
                 continue  # a missing module is a warning: the gateway may have another PYTHONPATH
             try:
-                await catalog.get_runtime(agent_id, None)
+                await runtimes.get_runtime(agent_id, None)
             except Exception as error:  # noqa: BLE001
                 problems.append(
                     _build_problem(f"{path}.runtime.target", f"The runtime of agent {agent_id!r}", error)
@@ -70,12 +70,12 @@ async def find_problems(config: Config) -> list[Problem]:
             ]
             agent_id = next(iter(users), config.default_agent_id)
             try:
-                await _try_first_request(catalog, ref, agent_id, tools.get(agent_id, ()))
+                await _try_first_request(runtimes, ref, agent_id, tools.get(agent_id, ()))
             except Exception as error:  # noqa: BLE001
                 path = f"models.providers.{name}"
                 problems.append(_build_problem(path, f"Model {model_id!r} of the provider {name!r}", error))
     finally:
-        await catalog.aclose()
+        await runtimes.aclose()
     return problems
 
 
@@ -106,15 +106,15 @@ def _replace_secrets(config: Config) -> Config:
     return config.model_copy(update={"models": config.models.model_copy(update={"providers": providers})})
 
 
-def _build_actors(config: Config) -> SessionIdentityResolver:
-    toolbox, door = Toolbox(), SessionResolver(config)
+def _build_identity_resolver(config: Config) -> SessionIdentityResolver:
+    toolbox, session_resolver = Toolbox(), SessionResolver(config)
     operations = Operations(
         OperationContext(
             config=config,
             store=_NoStore(),
             bus=LocalBus(),
             clock=SystemClock(),
-            session_resolver=door,
+            session_resolver=session_resolver,
             worker=None,
             state_dir=Path(),
             toolbox=toolbox,
@@ -122,22 +122,24 @@ def _build_actors(config: Config) -> SessionIdentityResolver:
     )
     for tool in create_session_tools(operations):
         toolbox.add(tool)
-    return SessionIdentityResolver(config, door, toolbox)
+    return SessionIdentityResolver(config, session_resolver, toolbox)
 
 
-def _list_tool_specs(actors: SessionIdentityResolver, agent_id: str) -> list[ToolSpec]:
+def _list_tool_specs(identities: SessionIdentityResolver, agent_id: str) -> list[ToolSpec]:
     """The tools of the agent's main session; those of its sub-agents are built as a check, too."""
     child = str(keys.subagent_key(agent_id, "check"))
-    actors.resolve(agent_id, child, sandboxed=False, envelope=None)
-    actor = actors.resolve(agent_id, str(keys.main_session_key(agent_id)), sandboxed=False, envelope=None)
-    return [tool.spec for tool in actor.tools.values()]
+    identities.resolve(agent_id, child, sandboxed=False, envelope=None)
+    identity = identities.resolve(
+        agent_id, str(keys.main_session_key(agent_id)), sandboxed=False, envelope=None
+    )
+    return [tool.spec for tool in identity.tools.values()]
 
 
 async def _try_first_request(
-    catalog: RuntimeRegistry, ref: str, agent_id: str, tools: Sequence[ToolSpec]
+    runtimes: RuntimeRegistry, ref: str, agent_id: str, tools: Sequence[ToolSpec]
 ) -> None:
     """Makes the first request of a run, which is refused before it leaves the process."""
-    runtime = await catalog.get_model_runtime(ref)
+    runtime = await runtimes.get_model_runtime(ref)
     if not isinstance(runtime, ModelRuntime):
         return
     client = httpx2.AsyncClient(transport=httpx2.MockTransport(lambda _: httpx2.Response(REFUSED_STATUS)))
@@ -174,7 +176,7 @@ class _NoStore:
     clock: Clock = SystemClock()
     shared = False
     identity = ""
-    trouble: StoreError | None = None
+    write_error: StoreError | None = None
 
     async def tx(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         raise StoreReadOnly("A check of the configuration has no store.", "Start the gateway.")

@@ -146,7 +146,7 @@ class RequestHandler:
 
 
 async def run_replica(settings: Given, own: Path, common: Path) -> None:
-    timings: Given = settings.pop("timings", {})
+    overrides: Given = settings.pop("timings", {})
     config = Config.model_validate(settings)
     channels = {
         name: FileChannel(common / f"{name}.txt", keyed)
@@ -155,11 +155,12 @@ async def run_replica(settings: Given, own: Path, common: Path) -> None:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
-    pace = EngineTimings(
-        lease=LEASE_FRACTION_OF_ACK_WAIT * config.bus.ack_wait_seconds, **timings
-    )  # as `links` has it, if none is given
+    # The lease is the default of `open_coordination`.
+    timings = EngineTimings(lease=LEASE_FRACTION_OF_ACK_WAIT * config.bus.ack_wait_seconds, **overrides)
     offered = partial(tools, common)
-    async with serve_gateway(config, own, port=0, channels=channels, tools=offered, pace=pace) as served:
+    async with serve_gateway(
+        config, own, port=0, channels=channels, tools=offered, timings=timings
+    ) as served:
         desk = RequestHandler(served, stopping)
         say(up=served.url.replace("ws", "http", 1))
         asking = asyncio.create_task(_read_requests(desk, stopping))

@@ -79,7 +79,7 @@ async def test_a_child_with_an_accepted_message_is_put_away_after_it_has_answere
     clock = ManualClock()
     main = ScriptedAgent("found")
     async with open_agents_fixture(
-        make_agents_config(), tmp_path, functions={"main": main}, clock=clock, pace=SLOW
+        make_agents_config(), tmp_path, functions={"main": main}, clock=clock, timings=SLOW
     ) as agents:
         await agents.open_sessions(MAIN)
         child = (await spawned(agents, cleanup=cleanup))["childSessionKey"]
@@ -98,7 +98,7 @@ async def test_a_child_with_an_accepted_message_is_put_away_after_it_has_answere
 @pytest.mark.requirement("P7")
 async def test_a_note_keeps_no_child(tmp_path: Path) -> None:
     async with open_agents_fixture(
-        make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, pace=SLOW
+        make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, timings=SLOW
     ) as agents:
         await agents.open_sessions(MAIN)
         child = (await spawned(agents, cleanup="delete"))["childSessionKey"]
@@ -111,7 +111,7 @@ async def test_a_note_keeps_no_child(tmp_path: Path) -> None:
 async def test_a_session_with_an_accepted_message_cannot_be_forgotten(tmp_path: Path) -> None:
     """Whoever asks for it without having looked is refused by the store, and nothing has happened."""
     async with open_agents_fixture(
-        make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, pace=SLOW
+        make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, timings=SLOW
     ) as agents:
         await agents.open_sessions(MAIN)
         child = (await spawned(agents))["childSessionKey"]
@@ -127,7 +127,7 @@ async def test_a_session_with_an_accepted_message_cannot_be_forgotten(tmp_path: 
 async def test_a_sweep_puts_a_bounded_number_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subagent_archive, "MAX_TASKS_PER_SWEEP", 2)
     async with open_agents_fixture(
-        make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, pace=SLOW
+        make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, timings=SLOW
     ) as agents:
         await agents.open_sessions(MAIN)
         for _ in range(3):
@@ -150,7 +150,7 @@ async def test_files_stay_while_their_child_is_at_work(tmp_path: Path) -> None:
         return "found"
 
     async with open_agents_fixture(
-        make_agents_config(), tmp_path, functions={"main": ScriptedAgent(agent)}, clock=clock, pace=SLOW
+        make_agents_config(), tmp_path, functions={"main": ScriptedAgent(agent)}, clock=clock, timings=SLOW
     ) as agents:
         await agents.open_sessions(MAIN)
         said = await spawned(agents, attachments=[FILE])
@@ -178,7 +178,7 @@ async def test_files_that_a_crash_left_behind_go_with_the_next_sweep(
         raise SystemError("the process ends here")
 
     async with open_agents_fixture(
-        make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, clock=clock, pace=SLOW
+        make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, clock=clock, timings=SLOW
     ) as agents:
         await agents.open_sessions(MAIN)
         said = await spawned(agents, attachments=[FILE], cleanup=cleanup)
@@ -209,7 +209,7 @@ async def test_of_a_child_that_a_person_deletes_not_even_the_result_is_kept(
     tmp_path: Path, caller: Caller, kept: tuple[str | None, ...]
 ) -> None:
     async with open_agents_fixture(
-        make_agents_config(), tmp_path, functions={"main": ScriptedAgent("found")}, pace=SLOW
+        make_agents_config(), tmp_path, functions={"main": ScriptedAgent("found")}, timings=SLOW
     ) as agents:
         await agents.open_sessions(MAIN)
         other = await spawned(agents, task="another")
@@ -258,7 +258,7 @@ async def test_records_that_are_over_go_by_the_same_time_as_archived_sessions(tm
     clock = ManualClock()
     cast = make_agents_config("helper", agents={"defaults": {"subagents": {"archiveAfterMinutes": 0}}})
     players = {"main": ScriptedAgent("found"), "helper": ScriptedAgent("hi")}
-    async with open_agents_fixture(cast, tmp_path, functions=players, clock=clock, pace=SLOW) as agents:
+    async with open_agents_fixture(cast, tmp_path, functions=players, clock=clock, timings=SLOW) as agents:
         kept = await busy_day(agents)
         before = counts(agents)
         assert before["tasks"] == 2 and all(before.values())
@@ -292,7 +292,7 @@ async def test_records_that_somebody_still_needs_stay(tmp_path: Path) -> None:
         functions=players,
         channels={"discord": doubtful},
         clock=clock,
-        pace=SLOW,
+        timings=SLOW,
     ) as agents:
         await agents.open_sessions(MAIN, group)
         said = await agents.use("sessions_spawn", group, task="dig", attachments=[FILE])
@@ -329,7 +329,7 @@ async def test_a_sweep_takes_a_bounded_number_of_records(
     )  # a deletion is one, and that of its conversation another
     clock = ManualClock()
     async with open_agents_fixture(
-        make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, clock=clock, pace=SLOW
+        make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, clock=clock, timings=SLOW
     ) as agents:
         for number in range(3):
             await agents.operations.sessions.create(OPERATOR, session="agent:main:dashboard:side")

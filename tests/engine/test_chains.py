@@ -212,7 +212,7 @@ async def test_a_wait_that_is_over_closes_no_circle(tmp_path: Path) -> None:
     functions = {"a": ScriptedAgent(a), "b": ScriptedAgent(b)}
     slow = EngineTimings(sweep=60)  # the sweeper would take the wait away
     async with open_agents_fixture(
-        make_agents_config("a", "b"), tmp_path, functions=functions, clock=clock, pace=slow
+        make_agents_config("a", "b"), tmp_path, functions=functions, clock=clock, timings=slow
     ) as agents:
         await agents.open_sessions(*map(main_of, "ab"))
         await agents.ask("go", main_of("a"))

@@ -55,7 +55,7 @@ async def suspects(path: Path, names: Sequence[str], asking: str | None = None) 
         )
 
     ask = make_tool("ask", lambda call: hang(call.run_id), settle=True)
-    async with open_app_fixture(path, agent, pace=SLOW, tools=[ask]) as app:
+    async with open_app_fixture(path, agent, timings=SLOW, tools=[ask]) as app:
         for name in names:
             await app.say(name, session(name), idempotency_key=name)
         await wait_for_event(begun)
@@ -81,7 +81,7 @@ async def test_one_that_gets_on_makes_room_for_the_next(tmp_path: Path) -> None:
         first = prompt.run_id == seen[0] and not working.is_set()
         return make_tool_calls("work") if first else make_answer("done", stop_reason="stop")
 
-    async with open_app_fixture(tmp_path, agent, pace=SLOW, tools=[make_tool("work", work)]) as app:
+    async with open_app_fixture(tmp_path, agent, timings=SLOW, tools=[make_tool("work", work)]) as app:
         await wait_for_event(working)
         await wait_for_event(other)
         free.set()
@@ -100,7 +100,7 @@ async def test_one_that_waits_for_another_makes_room_for_it(tmp_path: Path) -> N
         return "b's answer" if prompt.run_id == "b" else "done"
 
     async with open_app_fixture(
-        tmp_path, agent, pace=SLOW, tools=[make_tool("ask", ask, settle=True)]
+        tmp_path, agent, timings=SLOW, tools=[make_tool("ask", ask, settle=True)]
     ) as app:
         assert (await app.wait_for_end("a")).reply == "done"
         result = (await app.transcript(session("a")))[2]
@@ -136,7 +136,7 @@ async def test_none_begins_while_the_process_stops(tmp_path: Path) -> None:
         await wait_for_event(free)
         return "ok"
 
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, agent, timings=SLOW) as app:
         await wait_for_event(first)
         async with asyncio.TaskGroup() as group:
             group.create_task(app.engine.stop(app_fixture.BOUND))
@@ -167,7 +167,7 @@ async def test_those_that_wait_take_no_place_from_others(
 
     with nats_server() as server:
         monkeypatch.setattr(app_fixture, "LocalLanes", lambda: NatsLanes(server.servers(), slots=len(names)))
-        async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+        async with open_app_fixture(tmp_path, agent, timings=SLOW) as app:
             await wait_for_event(first)
             await app.say("hi", session("fresh"), idempotency_key="fresh")
             assert (await app.wait_for_end("fresh")).reply == "hello"

@@ -74,7 +74,7 @@ async def test_half_a_character_in_an_answer_costs_nothing_else(tmp_path: Path) 
         for piece in (HIGH, LOW, " and ", HIGH):
             yield piece
 
-    async with open_app_fixture(tmp_path, agent, pace=BRISK) as app:
+    async with open_app_fixture(tmp_path, agent, timings=BRISK) as app:
         view = await app.ask("go")
         assert (view.state, view.reply, asked) == ("ok", f"{FACE} and \ufffd", 1)
         assert (await app.transcript())[-1]["content"] == [{"type": "text", "text": view.reply}]
@@ -87,7 +87,7 @@ async def test_counts_that_no_call_can_have_are_bounded(tmp_path: Path) -> None:
     async def agent(prompt: Prompt) -> AssistantMessage:
         return make_answer("done", usage=usage)
 
-    async with open_app_fixture(tmp_path, agent, pace=BRISK) as app:
+    async with open_app_fixture(tmp_path, agent, timings=BRISK) as app:
         assert [(await app.ask("go")).state for _ in range(3)] == ["ok"] * 3
         used = [
             [*row.values()] for row in app.rows("SELECT input, output, cache_read, cache_write FROM usage")
@@ -102,7 +102,7 @@ async def test_an_answer_that_cannot_be_kept_fails_its_run_once_and_the_session_
 ) -> None:
     usage = TokenUsage(input=3, output=4, total_tokens=7)
     runtime = Peculiar(make_answer(f"half {HIGH}", stop_reason="stop", usage=usage))
-    async with open_app_fixture(tmp_path, runtime, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, runtime, timings=SLOW) as app:
         first = await app.say("one")
         await wait_for_event(runtime.begun)
         queue(app, "second", "chat", encode_message(UserMessage(content="two", timestamp=app.clock.now())))
@@ -135,7 +135,7 @@ async def test_a_store_that_is_away_when_a_run_ends_has_it_taken_up_again(
         return await finish(*args, **options)
 
     monkeypatch.setattr(lifecycle, "finish_run", away_at_first)
-    async with open_app_fixture(tmp_path, runtime, pace=BRISK) as app:
+    async with open_app_fixture(tmp_path, runtime, timings=BRISK) as app:
         view = await app.ask("go")
         assert (view.state, view.reply, runtime.asked) == ("ok", "fine", 2)
 
@@ -143,7 +143,7 @@ async def test_a_store_that_is_away_when_a_run_ends_has_it_taken_up_again(
 @pytest.mark.requirement("G1", "G2", "G21")
 async def test_behind_damage_in_its_lane_an_answer_is_kept_and_the_lane_goes_on(tmp_path: Path) -> None:
     runtime = Peculiar(make_answer("precious", stop_reason="stop"))
-    async with open_app_fixture(tmp_path, runtime, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, runtime, timings=SLOW) as app:
         first = await app.say("one")
         await wait_for_event(runtime.begun)
         queue(app, "note:torn", "note", "{torn")
@@ -169,7 +169,7 @@ async def test_when_the_next_run_cannot_be_claimed_the_end_of_this_one_is_kept_a
         return await finish(*args, claim_next=claim_next)
 
     monkeypatch.setattr(lifecycle, "finish_run", fail_to_claim_next)
-    async with open_app_fixture(tmp_path, runtime, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, runtime, timings=SLOW) as app:
         first = await app.say("one")
         await wait_for_event(runtime.begun)
         queue(app, "second", "chat", encode_message(UserMessage(content="two", timestamp=app.clock.now())))
@@ -185,7 +185,7 @@ async def test_a_provider_whose_reason_has_half_a_character_is_quoted_with_the_r
     async def agent(prompt: Prompt) -> str:
         raise ProviderError(f"It said {HIGH}.", "Wait.")
 
-    async with open_app_fixture(tmp_path, agent, pace=BRISK) as app:
+    async with open_app_fixture(tmp_path, agent, timings=BRISK) as app:
         view = await app.ask("go")
         assert (view.error_code, view.error) == ("provider_error", "It said \ufffd. Wait.")
 
@@ -233,7 +233,7 @@ async def test_on_a_full_disk_what_a_run_came_to_waits_for_room_and_is_not_asked
     monkeypatch.setattr(lifecycle, "finish_run", full(lifecycle.finish_run))
     monkeypatch.setattr(lifecycle, "commit_messages", full(lifecycle.commit_messages))
     tools = [make_tool("work", work, settle=sort == "own tool")]
-    async with open_app_fixture(tmp_path, agent, pace=BRISK, tools=tools) as app:
+    async with open_app_fixture(tmp_path, agent, timings=BRISK, tools=tools) as app:
         view = await app.ask("go")
         assert (view.state, view.reply, tries) == ("ok", "done", 8)
         assert asked == (1 if sort == "answer" else 2)
@@ -267,7 +267,7 @@ async def test_an_answer_that_came_in_time_is_kept_when_there_is_room_later(
 
     monkeypatch.setattr(lifecycle, "finish_run", full)
     monkeypatch.setattr(retry, "STORE_FULL_RETRY_SECONDS", 0.05)
-    async with open_app_fixture(tmp_path, agent, pace=BRISK, clock=clock) as app:
+    async with open_app_fixture(tmp_path, agent, timings=BRISK, clock=clock) as app:
         run_id = await app.say("go", timeout_seconds=30)
         await wait_until(tried)
         clock.advance(seconds=3600)
@@ -290,7 +290,7 @@ async def test_a_run_that_waits_for_room_can_be_stopped(
         return make_tool_calls("work")
 
     monkeypatch.setattr(lifecycle, "commit_messages", full)
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, agent, timings=SLOW) as app:
         run_id = await app.say("go")
         await wait_for_event(tried)
         await app.operations.runs.stop(OPERATOR, MAIN)
@@ -321,7 +321,7 @@ class Halting:
 @pytest.mark.requirement("G16", "G17")
 async def test_a_run_that_is_stopped_keeps_the_characters_that_came_in_halves(tmp_path: Path) -> None:
     runtime = Halting("so ", HIGH, LOW, " far", HIGH)
-    async with open_app_fixture(tmp_path, runtime, pace=BRISK) as app:
+    async with open_app_fixture(tmp_path, runtime, timings=BRISK) as app:
         run_id = await app.say("go")
         await wait_for_event(runtime.said)
         await app.operations.runs.stop(OPERATOR, MAIN)
@@ -341,7 +341,7 @@ async def streamed(app: AppFixture, events: Listener, run_id: str) -> list[Delta
 @pytest.mark.requirement("G16")
 async def test_what_is_streamed_is_whole_characters(tmp_path: Path) -> None:
     runtime = Halting("a", HIGH, LOW, HIGH, "b", LOW, HIGH)
-    async with open_app_fixture(tmp_path, runtime, pace=BRISK) as app:
+    async with open_app_fixture(tmp_path, runtime, timings=BRISK) as app:
         row = await app.create(MAIN)
         async with app.bus.listen(session_topic(row["id"])) as events:
             run_id = await app.say("go")

@@ -23,7 +23,7 @@ from support.app_fixture import MAIN, OPERATOR, open_app_fixture
 pytestmark = pytest.mark.anyio
 
 QUIET = EngineTimings(lease=10**7, sweep=3600, retention=3600)
-KEEP = RetentionPolicy(archive_after_days=30, delete_archived_after_days=365)
+RETENTION = RetentionPolicy(archive_after_days=30, delete_archived_after_days=365)
 
 
 async def echo(prompt: Prompt) -> str:
@@ -33,16 +33,18 @@ async def echo(prompt: Prompt) -> str:
 @pytest.mark.requirement("G21", "G27")
 async def test_archiving_hides_and_keeps(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with open_app_fixture(tmp_path, echo, clock=clock, pace=QUIET) as app:
+    async with open_app_fixture(tmp_path, echo, clock=clock, timings=QUIET) as app:
         for peer in ("old", "young"):
             await app.ask("hello", f"agent:main:direct:{peer}")
         clock.advance(days=20)
         await app.ask("hello again", "agent:main:direct:young")
         clock.advance(days=10, seconds=-1)
-        assert await retention.apply_retention(app.store, KEEP, clock.now()) == []  # one second short of it
+        assert (
+            await retention.apply_retention(app.store, RETENTION, clock.now()) == []
+        )  # one second short of it
         clock.advance(seconds=2)
-        assert await retention.apply_retention(app.store, KEEP, clock.now()) == ["agent:main:direct:old"]
-        assert await retention.apply_retention(app.store, KEEP, clock.now()) == []
+        assert await retention.apply_retention(app.store, RETENTION, clock.now()) == ["agent:main:direct:old"]
+        assert await retention.apply_retention(app.store, RETENTION, clock.now()) == []
 
         async def listed(archived: bool) -> set[str]:
             page = await app.operations.sessions.list(OPERATOR, ListFilter(include_archived=archived))
@@ -59,7 +61,7 @@ async def test_archiving_hides_and_keeps(tmp_path: Path) -> None:
 @pytest.mark.requirement("G21", "G27", "G28")
 async def test_deleting_takes_the_words_and_leaves_the_ledger(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with open_app_fixture(tmp_path, echo, clock=clock, pace=QUIET) as app:
+    async with open_app_fixture(tmp_path, echo, clock=clock, timings=QUIET) as app:
         await app.create(MAIN)
         await app.create("agent:main:direct:gone", MAIN)
         run_id = (await app.ask("a secret", "agent:main:direct:gone")).run_id
@@ -68,7 +70,7 @@ async def test_deleting_takes_the_words_and_leaves_the_ledger(tmp_path: Path) ->
         await app.ask("another secret", "agent:main:direct:gone")
         clock.advance(days=31)
         await app.ask("alive")
-        await retention.apply_retention(app.store, KEEP, clock.now())
+        await retention.apply_retention(app.store, RETENTION, clock.now())
         clock.advance(days=365, seconds=-1)
         await retention.apply_retention(
             app.store, RetentionPolicy(delete_archived_after_days=365), clock.now()
@@ -104,11 +106,11 @@ async def test_only_the_idle_are_touched(tmp_path: Path) -> None:
         await release.wait()
         return "ok"
 
-    async with open_app_fixture(tmp_path, agent, clock=clock, pace=QUIET) as app:
+    async with open_app_fixture(tmp_path, agent, clock=clock, timings=QUIET) as app:
         run_id = await app.say("one", timeout_seconds=360 * 86_400)
         await asyncio.wait_for(begun.wait(), 10)
         clock.advance(days=100)
-        assert await retention.apply_retention(app.store, KEEP, clock.now()) == []
+        assert await retention.apply_retention(app.store, RETENTION, clock.now()) == []
         release.set()
         assert (await app.wait_for_end(run_id)).state == "ok"
         # A message that waits, and that no process has taken up yet, keeps its session too.
@@ -117,26 +119,26 @@ async def test_only_the_idle_are_touched(tmp_path: Path) -> None:
         waiting = Submission(run_id="two", session=session, session_key=MAIN, origin="chat", message=message)
         await app.store.tx(run_queue.submit, waiting, clock.now())
         clock.advance(days=31)
-        assert await retention.apply_retention(app.store, KEEP, clock.now()) == []
-    async with open_app_fixture(tmp_path, agent, clock=clock, pace=QUIET) as app:
+        assert await retention.apply_retention(app.store, RETENTION, clock.now()) == []
+    async with open_app_fixture(tmp_path, agent, clock=clock, timings=QUIET) as app:
         await app.wait_for_end("two")
         clock.advance(days=31)
-        assert await retention.apply_retention(app.store, KEEP, clock.now()) == [MAIN]
+        assert await retention.apply_retention(app.store, RETENTION, clock.now()) == [MAIN]
 
 
 @pytest.mark.requirement("G21")
 async def test_many_are_swept_in_bounded_transactions(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with open_app_fixture(tmp_path, echo, clock=clock, pace=QUIET) as app:
+    async with open_app_fixture(tmp_path, echo, clock=clock, timings=QUIET) as app:
         keys = [
             f"agent:main:direct:{number:04}"
             for number in range(2 * retention.MAX_SESSIONS_PER_TRANSACTION + 3)
         ]
         await asyncio.gather(*(app.create(key) for key in keys))
         clock.advance(days=31)
-        assert sorted(await retention.apply_retention(app.store, KEEP, clock.now())) == keys
+        assert sorted(await retention.apply_retention(app.store, RETENTION, clock.now())) == keys
         clock.advance(days=366)
-        assert sorted(await retention.apply_retention(app.store, KEEP, clock.now())) == keys
+        assert sorted(await retention.apply_retention(app.store, RETENTION, clock.now())) == keys
         assert app.rows("SELECT 1 FROM sessions") == []
 
 
@@ -144,12 +146,12 @@ async def test_many_are_swept_in_bounded_transactions(tmp_path: Path) -> None:
 async def test_by_default_nothing_is_ever_touched_and_the_chore_runs(tmp_path: Path) -> None:
     clock = ManualClock()
     brisk = EngineTimings(lease=10**7, sweep=3600, retention=0.005)
-    async with open_app_fixture(tmp_path, echo, clock=clock, pace=brisk) as app:
+    async with open_app_fixture(tmp_path, echo, clock=clock, timings=brisk) as app:
         await app.ask("hello")
         clock.advance(days=10_000)
         assert await retention.apply_retention(app.store, RetentionPolicy(), clock.now()) == []
     async with (
-        open_app_fixture(tmp_path, echo, clock=clock, pace=brisk, keep=KEEP) as app,
+        open_app_fixture(tmp_path, echo, clock=clock, timings=brisk, retention=RETENTION) as app,
         app.bus.listen("sessions") as events,
     ):
         assert await events.get(10) == SessionChanged(session_key=MAIN, reason="retention")

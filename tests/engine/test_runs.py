@@ -252,14 +252,14 @@ async def test_a_zombie_changes_nothing(
     async with (
         open_test_store(tmp_path) as store,
         open_app_fixture(
-            tmp_path, asleep, tools=tools, clock=clock, store=store, alone=False, pace=SLOW
+            tmp_path, asleep, tools=tools, clock=clock, store=store, is_only_replica=False, timings=SLOW
         ) as zombie,
     ):
         run_id = await zombie.say("hello")
         await wait_for_event(begun)
         # While the lease holds, a second engine leaves the run alone.
         async with open_app_fixture(
-            tmp_path, echo, clock=clock, store=store, alone=False, pace=SLOW
+            tmp_path, echo, clock=clock, store=store, is_only_replica=False, timings=SLOW
         ) as early:
             held = early.rows("SELECT owner, epoch FROM runs WHERE id = ?", run_id)
             await early.say("second", idempotency_key="second")  # makes it look at the lane
@@ -269,7 +269,9 @@ async def test_a_zombie_changes_nothing(
             assert early.rows("SELECT owner, epoch FROM runs WHERE id = ?", run_id) == held
             assert (await early.operations.runs.get(OPERATOR, "second")).state == "queued"
         clock.advance(seconds=2 * SLOW.lease)
-        async with open_app_fixture(tmp_path, echo, clock=clock, store=store, alone=False, pace=SLOW) as heir:
+        async with open_app_fixture(
+            tmp_path, echo, clock=clock, store=store, is_only_replica=False, timings=SLOW
+        ) as heir:
             assert (await heir.wait_for_end(run_id)).reply == "heard hello"
             assert (await heir.wait_for_end("second")).reply == "heard second"
             before = dump_database(zombie.path)
@@ -298,17 +300,17 @@ def overrun(view: RunView, seconds: float) -> float:
 async def test_a_deadline_outlives_the_process(tmp_path: Path) -> None:
     clock = ManualClock()
     agent = Held()
-    async with open_app_fixture(tmp_path, agent, clock=clock, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, agent, clock=clock, timings=SLOW) as app:
         await app.say("long", idempotency_key="long", timeout_seconds=60)
         await app.say("next", idempotency_key="next")
         await wait_for_event(agent.begun)
     clock.advance(seconds=59)
-    async with open_app_fixture(tmp_path, agent, clock=clock, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, agent, clock=clock, timings=SLOW) as app:
         assert (await app.operations.runs.get(OPERATOR, "long")).state == "running"
     clock.advance(seconds=2)
     agent.order.clear()
     agent.released.set()
-    async with open_app_fixture(tmp_path, agent, clock=clock, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, agent, clock=clock, timings=SLOW) as app:
         view = await app.wait_for_end("long")
         assert (view.state, view.error_code) == ("timeout", "timeout")
         assert (await app.wait_for_end("next")).state == "ok"
@@ -318,10 +320,10 @@ async def test_a_deadline_outlives_the_process(tmp_path: Path) -> None:
 @pytest.mark.requirement("G17", "P6")
 async def test_a_deadline_is_kept_to_the_second_by_whoever_plays_the_run(tmp_path: Path) -> None:
     agent = Held()
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, agent, timings=SLOW) as app:
         await app.say("long", idempotency_key="long", timeout_seconds=1.5)
         await wait_for_event(agent.begun)
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, agent, timings=SLOW) as app:
         view = await app.wait_for_end("long")
         assert view.state == "timeout"
         assert overrun(view, 1.5) < 1
@@ -330,7 +332,7 @@ async def test_a_deadline_is_kept_to_the_second_by_whoever_plays_the_run(tmp_pat
 @pytest.mark.requirement("G17")
 async def test_a_deadline_is_kept_to_the_second_while_a_run_waits(tmp_path: Path) -> None:
     agent = Held()
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, agent, timings=SLOW) as app:
         await app.say("busy")
         await wait_for_event(agent.begun)
         view = await app.ask("waits", timeout_seconds=0.1)
@@ -343,7 +345,7 @@ async def test_a_deadline_is_kept_to_the_second_while_a_run_waits(tmp_path: Path
 async def test_a_queued_run_expires_where_it_stands(tmp_path: Path) -> None:
     clock = ManualClock()
     agent = Held()
-    async with open_app_fixture(tmp_path, agent, clock=clock, pace=BRISK) as app:
+    async with open_app_fixture(tmp_path, agent, clock=clock, timings=BRISK) as app:
         await app.say("busy", idempotency_key="busy", timeout_seconds=86_400)
         await wait_for_event(agent.begun)
         await app.say("waits", idempotency_key="waits", timeout_seconds=30)
@@ -421,7 +423,7 @@ async def test_a_call_that_is_stopped_is_reported_as_interrupted(tmp_path: Path)
     async def agent(prompt: Prompt) -> AssistantMessage:
         return make_tool_calls("wait", "wait")
 
-    async with open_app_fixture(tmp_path, agent, tools=[make_tool("wait", wait)], pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, agent, tools=[make_tool("wait", wait)], timings=SLOW) as app:
         run_id = await app.say("go")
         await wait_for_event(begun)
         await app.operations.runs.stop(OPERATOR, MAIN)
@@ -434,7 +436,7 @@ async def test_a_call_that_is_stopped_is_reported_as_interrupted(tmp_path: Path)
 @pytest.mark.requirement("G16")
 async def test_a_queued_run_is_stopped_at_once_and_alone(tmp_path: Path) -> None:
     agent = Held()
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, agent, timings=SLOW) as app:
         for key in ("one", "two", "three"):
             await app.say(key, idempotency_key=key)
         await wait_for_event(agent.begun)
@@ -451,7 +453,7 @@ async def test_stopping_reaches_everything_below_and_nothing_beside(tmp_path: Pa
     agent = Held()
     child, grandchild = "agent:main:direct:child", "agent:main:direct:grandchild"
     sibling = "agent:main:direct:sibling"
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, agent, timings=SLOW) as app:
         await app.create(MAIN)
         await app.create(child, MAIN)
         await app.create(grandchild, child)
@@ -509,7 +511,7 @@ class Stubborn:
 async def test_what_ignores_being_stopped_is_left_behind(tmp_path: Path, outcome: str, where: str) -> None:
     stubborn = Stubborn(where)
     tools = [make_tool("stubborn", stubborn.work)]
-    async with open_app_fixture(tmp_path, stubborn.agent, tools=tools, pace=BRISK) as app:
+    async with open_app_fixture(tmp_path, stubborn.agent, tools=tools, timings=BRISK) as app:
         try:
             run_id = await app.say("go", timeout_seconds=1 if outcome == "timeout" else 60)
             await wait_for_event(stubborn.begun)
@@ -542,7 +544,7 @@ async def test_what_ignores_being_stopped_does_not_keep_the_process(
 ) -> None:
     monkeypatch.setattr(local, "CANCEL_WAIT_SECONDS", 0.05)
     stubborn = Stubborn("step")
-    async with open_app_fixture(tmp_path, stubborn.agent, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, stubborn.agent, timings=SLOW) as app:
         await app.say("go")
         await wait_for_event(stubborn.begun)
         await asyncio.wait_for(app.engine.stop(), BOUND)
@@ -554,12 +556,12 @@ async def test_what_ignores_being_stopped_does_not_keep_the_process(
 @pytest.mark.requirement("G16")
 async def test_a_request_to_stop_outlives_the_process(tmp_path: Path) -> None:
     agent = Held()
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, agent, timings=SLOW) as app:
         run_id = await app.say("go")
         await wait_for_event(agent.begun)
     query_database(tmp_path / "antiphon.db", "UPDATE runs SET cancel_at = 1 WHERE id = ?", run_id)
     agent.released.set()
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, agent, timings=SLOW) as app:
         assert (await app.wait_for_end(run_id)).state == "cancelled"
 
 
@@ -586,12 +588,12 @@ async def test_stopping_the_engine_leaves_a_run_that_the_next_one_resumes(tmp_pa
         return f"{results(prompt)[0].text} and resumed"
 
     tools = [make_tool("work", slow)]
-    async with open_app_fixture(tmp_path, before, tools=tools, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, before, tools=tools, timings=SLOW) as app:
         run_id = await app.say("go")
         await wait_for_event(first.begun)
     assert query_database(tmp_path / "antiphon.db", "SELECT state FROM runs") == [{"state": "running"}]
     assert query_database(tmp_path / "antiphon.db", "SELECT * FROM owners") == []
-    async with open_app_fixture(tmp_path, after, tools=tools, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, after, tools=tools, timings=SLOW) as app:
         view = await app.wait_for_end(run_id)
         assert (view.state, view.reply) == ("ok", "done and resumed")
         assert len(done) == 1
@@ -604,7 +606,7 @@ async def test_a_run_that_never_gets_on_is_put_aside(tmp_path: Path) -> None:
     tries = 0
     for _ in range(10):
         agent.begun.clear()
-        async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+        async with open_app_fixture(tmp_path, agent, timings=SLOW) as app:
             if not tries:
                 await app.say("poison", idempotency_key="poison")
                 await app.say("after", idempotency_key="after")
@@ -616,7 +618,7 @@ async def test_a_run_that_never_gets_on_is_put_aside(tmp_path: Path) -> None:
         query_database(tmp_path / "antiphon.db", "UPDATE runs SET attempts = ? WHERE id = 'poison'", tries)
     assert tries == EngineTimings().max_attempts
     agent.released.set()
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, agent, timings=SLOW) as app:
         view = await app.operations.runs.get(OPERATOR, "poison")
         assert (view.state, view.error_code) == ("interrupted", "quarantined")
         assert view.error and "Send the message again" in view.error
@@ -643,7 +645,7 @@ async def test_a_run_that_kills_its_process_takes_no_other_with_it(tmp_path: Pat
     for life in range(EngineTimings().max_attempts):
         died.clear()
         begun.clear()
-        async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+        async with open_app_fixture(tmp_path, agent, timings=SLOW) as app:
             if life == 0:
                 for name in sorted(tries, key=lambda name: name != first):
                     await app.say(name, f"agent:main:dashboard:{name}", idempotency_key=name)
@@ -657,7 +659,7 @@ async def test_a_run_that_kills_its_process_takes_no_other_with_it(tmp_path: Pat
             query_database(
                 tmp_path / DATABASE, "UPDATE runs SET attempts = ? WHERE id = ?", row["attempts"], row["id"]
             )
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, agent, timings=SLOW) as app:
         assert (await app.wait_for_end("innocent")).reply == "done"
         assert (await app.wait_for_end("poison")).error_code == "quarantined"
     assert tries == {"poison": EngineTimings().max_attempts, "innocent": 4}
@@ -695,13 +697,13 @@ async def test_a_run_that_gets_on_is_never_put_aside(tmp_path: Path) -> None:
     tools = [make_tool("work", work)]
     for life in range(lives - 1):
         begun.clear()
-        async with open_app_fixture(tmp_path, agent, tools=tools, pace=SLOW) as app:
+        async with open_app_fixture(tmp_path, agent, tools=tools, timings=SLOW) as app:
             if life == 0:
                 await app.say("long", idempotency_key="long")
             await wait_for_event(begun)
         # As a crash leaves it: a stop in good order is not counted.
         query_database(tmp_path / "antiphon.db", "UPDATE runs SET attempts = attempts + 1 WHERE id = 'long'")
-    async with open_app_fixture(tmp_path, agent, tools=tools, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, agent, tools=tools, timings=SLOW) as app:
         assert (await app.wait_for_end("long")).reply == "at last"
 
 
@@ -720,9 +722,9 @@ async def test_a_full_disk_in_the_middle_of_a_run_costs_time_and_nothing_else(
         return "x" * 200_000
 
     async def full() -> bool:
-        return isinstance(app.store.trouble, StoreFull)
+        return isinstance(app.store.write_error, StoreFull)
 
-    async with open_app_fixture(tmp_path, agent, pace=BRISK) as app:
+    async with open_app_fixture(tmp_path, agent, timings=BRISK) as app:
         run_id = await app.say("go")
         await wait_until(full)
         await app.store.tx(_ask, ROOM_AGAIN)
@@ -828,7 +830,7 @@ async def test_a_wait_beside_the_engine_sees_the_end_without_its_events(tmp_path
     agent = Held()
     async with (
         open_app_fixture(tmp_path, agent) as app,
-        open_app_fixture(tmp_path, echo, store=app.store, alone=False) as other,
+        open_app_fixture(tmp_path, echo, store=app.store, is_only_replica=False) as other,
     ):
         run_id = await app.say("go")
         await wait_for_event(agent.begun)
@@ -1062,7 +1064,7 @@ async def test_a_run_that_is_stopped_late_or_somebody_elses_fault_is_not_in_the_
 
 @pytest.mark.requirement("G10")
 async def test_no_edge_leads_out_of_the_end(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, echo, timings=SLOW) as app:
         run_id = (await app.ask("go")).run_id
         before = dump_database(app.path)
         assert (await app.operations.runs.stop(OPERATOR, MAIN)).run_ids == []
@@ -1083,7 +1085,7 @@ async def test_messages_to_a_busy_session_are_answered_when_it_is_free(tmp_path:
         return "ok"
 
     async with open_app_fixture(
-        tmp_path, agent, pace=SLOW
+        tmp_path, agent, timings=SLOW
     ) as app:  # the sweeper, who would find it late, is asleep
         ids: list[str] = []
         for number in range(60):
@@ -1100,12 +1102,12 @@ async def test_stops_in_good_order_are_not_held_against_a_run(tmp_path: Path) ->
     agent = Held()
     for life in range(2 * EngineTimings().max_attempts):
         agent.begun.clear()
-        async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+        async with open_app_fixture(tmp_path, agent, timings=SLOW) as app:
             if life == 0:
                 await app.say("patient", idempotency_key="patient")
             await wait_for_event(agent.begun)
     agent.released.set()
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, agent, timings=SLOW) as app:
         assert (await app.wait_for_end("patient")).state == "ok"
 
 
@@ -1133,10 +1135,10 @@ async def test_a_long_run_that_is_taken_up_still_knows_its_question(
         return f"answering {asked.content}"
 
     tools = [make_tool("work", work)]
-    async with open_app_fixture(tmp_path, before, tools=tools, pace=SLOW, max_steps=2 * steps) as app:
+    async with open_app_fixture(tmp_path, before, tools=tools, timings=SLOW, max_steps=2 * steps) as app:
         run_id = await app.say("the question")
         await wait_for_event(held)
-    async with open_app_fixture(tmp_path, after, tools=tools, pace=SLOW) as app:
+    async with open_app_fixture(tmp_path, after, tools=tools, timings=SLOW) as app:
         assert (await app.wait_for_end(run_id)).reply == "answering the question"
 
 
@@ -1164,13 +1166,13 @@ async def test_a_run_without_history_is_taken_up_past_a_damaged_entry(tmp_path: 
     async with open_app_fixture(tmp_path, echo) as app:
         await app.ask("earlier")
     async with open_app_fixture(
-        tmp_path, FunctionRuntime(before, history=False), tools=tools, pace=SLOW
+        tmp_path, FunctionRuntime(before, history=False), tools=tools, timings=SLOW
     ) as app:
         run_id = await app.say("go")
         await wait_for_event(begun)
     query_database(tmp_path / "antiphon.db", "UPDATE messages SET body = '{torn' WHERE seq = 5")
     async with open_app_fixture(
-        tmp_path, FunctionRuntime(after, history=False), tools=tools, pace=SLOW
+        tmp_path, FunctionRuntime(after, history=False), tools=tools, timings=SLOW
     ) as app:
         assert (await app.wait_for_end(run_id)).reply == "2 results, 1 question"
         last_result = [entry for entry in await app.transcript() if entry["role"] == "toolResult"][-1]

@@ -43,7 +43,7 @@ async def test_what_a_silent_replica_left_is_counted_as_abandoned(tmp_path: Path
 
     functions = {"main": FunctionRuntime(never, history=False)}
     patient = EngineTimings(lease=600, sweep=600)  # nobody mends it while the test looks
-    async with open_app_operations(Config(), tmp_path, functions=functions, pace=patient) as operations:
+    async with open_app_operations(Config(), tmp_path, functions=functions, timings=patient) as operations:
         await operations.messages.submit(OPERATOR, IncomingMessage(session=MAIN, content="go"))
         await wait_for_event(started)
         assert (await operations.status.get(OPERATOR)).abandoned == 0

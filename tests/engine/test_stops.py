@@ -104,7 +104,7 @@ async def test_a_stop_is_obeyed_though_its_hint_was_lost(tmp_path: Path) -> None
 
     agent = Waiting()
     async with open_app_fixture(
-        tmp_path, agent, bus=Deaf(), pace=EngineTimings(sweep=0.05, stop_grace=60)
+        tmp_path, agent, bus=Deaf(), timings=EngineTimings(sweep=0.05, stop_grace=60)
     ) as app:
         run_id = await app.say("one")
         await wait_for_event(agent.started(MAIN))
@@ -117,7 +117,9 @@ async def test_a_stop_is_obeyed_though_its_hint_was_lost(tmp_path: Path) -> None
 async def test_a_thousand_stops_at_once_all_arrive(tmp_path: Path) -> None:
     """More than a listener holds: it is told of the gap and reads the rows."""
     agent = Waiting()
-    async with open_app_fixture(tmp_path, agent, bus=LocalBus(buffer=4), pace=EngineTimings(sweep=60)) as app:
+    async with open_app_fixture(
+        tmp_path, agent, bus=LocalBus(buffer=4), timings=EngineTimings(sweep=60)
+    ) as app:
         app.bus.publish(STOP_TOPIC, StopRequested(run_id="nobody"))
         keys = [f"agent:main:dashboard:{number}" for number in range(20)]
         ids = [await app.say("go", key) for key in keys]
@@ -197,7 +199,7 @@ UNDER_WAY = {
 @pytest.mark.requirement("G16")
 @pytest.mark.parametrize("how", UNDER_WAY)
 async def test_a_stop_reaches_what_is_under_way_in_any_sense(tmp_path: Path, how: str) -> None:
-    async with open_app_fixture(tmp_path, Waiting(), pace=EngineTimings(lease=3600, sweep=3600)) as app:
+    async with open_app_fixture(tmp_path, Waiting(), timings=EngineTimings(lease=3600, sweep=3600)) as app:
         main = await app.create(MAIN)
         await app.create(CHILD, MAIN)
         below = await app.create(GRANDCHILD, CHILD)
@@ -223,7 +225,7 @@ async def test_a_damaged_entry_keeps_no_run_from_ending(tmp_path: Path) -> None:
         blocks = [ToolCall(id=name, name="stuck", arguments={}) for name in ("first", "second")]
         return AssistantMessage(content=[*blocks], timestamp=1)
 
-    async with open_app_fixture(tmp_path, agent, tools=[make_tool("stuck", stuck)], pace=QUICK) as app:
+    async with open_app_fixture(tmp_path, agent, tools=[make_tool("stuck", stuck)], timings=QUICK) as app:
         run_id = await app.say("go")
         await wait_for_event(begun)
 
@@ -247,7 +249,7 @@ async def test_many_expired_runs_brick_no_lane(tmp_path: Path, monkeypatch: pyte
         query_database(app.path, "UPDATE runs SET created_at = 1 WHERE state = 'queued'")
         await app.operations.runs.stop(OPERATOR, MAIN, first)
         assert (await app.wait_for_end(first)).state == "cancelled"
-    async with open_app_fixture(tmp_path, agent, pace=QUICK) as app:
+    async with open_app_fixture(tmp_path, agent, timings=QUICK) as app:
         assert {(await app.wait_for_end(run_id)).state for run_id in late} == {"timeout"}
 
 

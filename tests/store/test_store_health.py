@@ -77,20 +77,20 @@ async def test_it_lasts_from_the_first_failure_to_the_next_change_that_is_kept(
     store: SqliteStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    assert store.trouble is None
+    assert store.write_error is None
     await store.tx(ask, LIMIT)
     for _ in range(3):
         with pytest.raises(StoreFull):
             await store.tx(append, 500_000)
-        assert isinstance(store.trouble, StoreFull)
+        assert isinstance(store.write_error, StoreFull)
     await store.tx(ask, NOTHING)  # kept nothing, so it tells nothing
     with pytest.raises(ValueError):
         await store.tx(refused)
-    assert isinstance(store.trouble, StoreFull)
+    assert isinstance(store.write_error, StoreFull)
     assert said(caplog) == ["There is no room left for the database; work continues once space is freed."]
     await store.tx(ask, UNLIMIT)
     await store.tx(append, 500_000)
-    assert store.trouble is None
+    assert store.write_error is None
     await store.tx(append, 500_000)
     assert said(caplog)[1:] == ["The database is writable again"]
 
@@ -112,13 +112,13 @@ async def test_a_disk_that_cannot_be_written_is_one_and_a_script_that_fails_is_n
 ) -> None:
     with pytest.raises(ValueError):
         await store.tx(refused)
-    assert store.trouble is None
+    assert store.write_error is None
     with pytest.raises(StoreReadOnly):
         await store.tx(put_where_nothing_can_be_written)
-    assert isinstance(store.trouble, StoreReadOnly)
+    assert isinstance(store.write_error, StoreReadOnly)
     assert "write access" in said(caplog)[0]
     await store.tx(put, "a")
-    assert store.trouble is None
+    assert store.write_error is None
 
 
 async def test_what_is_kept_on_a_full_disk_does_not_say_that_there_is_room(
@@ -130,10 +130,10 @@ async def test_what_is_kept_on_a_full_disk_does_not_say_that_there_is_room(
         await store.tx(append, 500_000)
     monkeypatch.setattr("antiphon.store.sqlite.errors.MIN_FREE_DISK_BYTES", 2**62)  # no disk has that
     await store.tx(put, "a")  # fits the pages that are there
-    assert isinstance(store.trouble, StoreFull)
+    assert isinstance(store.write_error, StoreFull)
     monkeypatch.undo()
     await store.tx(put, "a")
-    assert store.trouble is None
+    assert store.write_error is None
     assert len(said(caplog)) == 2
 
 
@@ -146,11 +146,11 @@ async def test_within_a_quota_it_does_not_come_and_go_with_every_commit(
         with pytest.raises(StoreFull):
             await store.tx(append, 500_000)
         await store.tx(put, "a")  # fits the pages that are there
-    assert isinstance(store.trouble, StoreFull)
+    assert isinstance(store.write_error, StoreFull)
     assert len(said(caplog)) == 3
     monkeypatch.setattr("antiphon.store.sqlite.errors.RECOVERY_QUIET_SECONDS", 0.0)
     await store.tx(put, "a")
-    assert store.trouble is None
+    assert store.write_error is None
 
 
 async def test_what_was_undone_does_not_count_as_kept(store: SqliteStore) -> None:
@@ -166,9 +166,9 @@ async def test_what_was_undone_does_not_count_as_kept(store: SqliteStore) -> Non
     await asyncio.sleep(0)  # all of them are waiting
     together.set()
     await asyncio.wait_for(batch, BOUND)
-    assert isinstance(store.trouble, StoreFull)
+    assert isinstance(store.write_error, StoreFull)
     await store.tx(put, "a")
-    assert store.trouble is None
+    assert store.write_error is None
 
 
 async def test_damage_does_not_go_away_by_itself(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ async def test_damage_does_not_go_away_by_itself(tmp_path: Path) -> None:
     with pytest.raises(StoreDamaged):
         await store.tx(ask, ALL)
     await store.tx(put, "b")
-    assert isinstance(store.trouble, StoreDamaged)
+    assert isinstance(store.write_error, StoreDamaged)
     await store.close()
 
 
@@ -200,15 +200,15 @@ async def test_a_full_disk_is_one_from_the_first_commit_that_fails_and_until_the
         disk.fill()
         with pytest.raises(StoreFull):
             await store.tx(append, 100_000)
-        assert isinstance(store.trouble, StoreFull)
+        assert isinstance(store.write_error, StoreFull)
         disk.clear()
         await store.tx(append, 100_000)
-        assert store.trouble is None
+        assert store.write_error is None
         with pytest.raises(StoreFull):
             await store.tx(append, 4_000_000)
         for n in range(3):
             await store.tx(put, f"{n}")  # in the room that the failure has taken up and left unused
-            assert isinstance(store.trouble, StoreFull)
+            assert isinstance(store.write_error, StoreFull)
         assert len(said(caplog)) == 3
         await store.close()
 
@@ -222,7 +222,7 @@ async def test_a_commit_that_is_too_large_does_not_keep_the_disk_full(tmp_path: 
             await store.tx(append, 4_000_000)
         assert shutil.disk_usage(disk.path).free >= before
         await store.tx(put, "a")
-        assert store.trouble is None
+        assert store.write_error is None
         await store.close()
 
 

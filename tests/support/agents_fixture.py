@@ -248,7 +248,7 @@ async def open_agents_fixture(
     functions: Mapping[str, AgentFunction | ScriptedAgent] | None = None,
     channels: Mapping[str, DeliveryChannel] | None = None,
     clock: Clock | None = None,
-    pace: EngineTimings = QUICK_TIMINGS,
+    timings: EngineTimings = QUICK_TIMINGS,
     tools: Any = None,
 ) -> AsyncGenerator[AgentsFixture]:
     """Open an app; agents without a function use the rehearsal model."""
@@ -261,7 +261,7 @@ async def open_agents_fixture(
         functions=runtimes,
         channels=channels,
         clock=clock,
-        pace=pace,
+        timings=timings,
         tools=tools,
         on_commit=commits,
     ) as opened:

@@ -111,11 +111,11 @@ async def open_app_fixture(
     tools: Iterable[Tool] = (),
     config: Config | None = None,
     clock: Clock | None = None,
-    pace: EngineTimings | None = None,
-    keep: RetentionPolicy | None = None,
+    timings: EngineTimings | None = None,
+    retention: RetentionPolicy | None = None,
     bus: LocalBus | None = None,
     store: Store | None = None,
-    alone: bool = True,
+    is_only_replica: bool = True,
     max_steps: int = 20,
     reserve_tokens: int = 100,
     keep_tokens: int = 50,
@@ -151,9 +151,9 @@ async def open_app_fixture(
         clock=clock,
         load_run_setup=load_run_setup,
         outbox=Outbox(shared, bus, clock, SessionResolver(config)),
-        timings=pace,
-        retention=keep,
-        is_only_replica=alone,
+        timings=timings,
+        retention=retention,
+        is_only_replica=is_only_replica,
     )
     operations = Operations(
         OperationContext(

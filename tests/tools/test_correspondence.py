@@ -119,7 +119,7 @@ async def test_what_came_of_the_announcement_is_seen(tmp_path: Path, said: str, 
 
 @pytest.mark.requirement("G43", "G22")
 async def test_pages_go_on_where_they_ended(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo, pace=QUIET) as app:
+    async with open_app_fixture(tmp_path, echo, timings=QUIET) as app:
         one, other = (await app.create(MAIN))["id"], (await app.create(OTHER))["id"]
         fill(app, (one, 7), (None, one), (7, 8), (8, one), (one, other))
         fill(app, (other, one), (7, 8), (one, 7), settled=False)
@@ -141,7 +141,7 @@ async def test_pages_go_on_where_they_ended(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("G43")
 async def test_a_page_has_a_bound(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo, pace=QUIET) as app:
+    async with open_app_fixture(tmp_path, echo, timings=QUIET) as app:
         fill(app, *[(1, 2)] * 502)
         page = await app.operations.exchanges.list(OPERATOR, limit=10_000)
         assert (len(page.exchanges), page.next_cursor) == (500, "3")
@@ -150,7 +150,7 @@ async def test_a_page_has_a_bound(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("G43", "SEC4")
 async def test_what_is_refused(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo, pace=QUIET) as app:
+    async with open_app_fixture(tmp_path, echo, timings=QUIET) as app:
         await app.create(MAIN)
         asked = app.operations.exchanges.list
         for stranger in (Caller.operator([]), Caller.agent("main", MAIN)):
@@ -169,7 +169,7 @@ async def test_what_is_refused(tmp_path: Path) -> None:
 @pytest.mark.requirement("G43")
 async def test_of_what_was_said_there_is_the_beginning_without_secrets(tmp_path: Path) -> None:
     secret = "sk-" + "a1b2" * 12
-    async with open_app_fixture(tmp_path, echo, pace=QUIET) as app:
+    async with open_app_fixture(tmp_path, echo, timings=QUIET) as app:
         fill(app, (1, 2), message="m" * 10_000, reply=f"{'r' * 580} {secret}")
         fill(app, (1, 2), message=f"the key is {secret}, keep it", reply="short")
         fill(app, (1, 2), message="", reply="")  # forgotten
@@ -194,7 +194,7 @@ async def test_of_what_was_said_there_is_the_beginning_without_secrets(tmp_path:
 async def test_no_page_walks_through_all_that_was_ever_said(
     tmp_path: Path, name: str, indexes: list[str]
 ) -> None:
-    async with open_app_fixture(tmp_path, echo, pace=QUIET) as app:
+    async with open_app_fixture(tmp_path, echo, timings=QUIET) as app:
         sql: Any = re.sub(r":\w+", "1", getattr(SQL, name).text)
         plan = [row["detail"] for row in app.rows(f"EXPLAIN QUERY PLAN {sql}")]
         for index in indexes:
@@ -223,7 +223,7 @@ def test_every_exchange_is_on_exactly_one_page(
     ][::-1]
 
     async def run(path: Path) -> list[str]:
-        async with open_app_fixture(path, echo, pace=QUIET) as app:
+        async with open_app_fixture(path, echo, timings=QUIET) as app:
             keys = [f"agent:main:direct:{number}" for number in (1, 2, 3)]
             assert [(await app.create(key))["id"] for key in keys] == [1, 2, 3]
             for requester, target, settled in sides:

@@ -474,7 +474,7 @@ async def test_the_time_of_a_manager_is_that_of_its_workers_whoever_notices_that
     busy = Busy()
     functions = {"main": busy}
     async with open_agents_fixture(
-        make_agents_config(agents=NESTED), tmp_path, functions=functions, clock=clock, pace=LASTING
+        make_agents_config(agents=NESTED), tmp_path, functions=functions, clock=clock, timings=LASTING
     ) as agents:
         await agents.open_sessions(MAIN)
         seconds = 1 if played else 60
@@ -488,7 +488,7 @@ async def test_the_time_of_a_manager_is_that_of_its_workers_whoever_notices_that
     if isinstance(clock, ManualClock):
         clock.advance(seconds=90)
     async with open_agents_fixture(
-        make_agents_config(agents=NESTED), tmp_path, functions=functions, clock=clock, pace=LASTING
+        make_agents_config(agents=NESTED), tmp_path, functions=functions, clock=clock, timings=LASTING
     ) as agents:
         assert (await agents.wait_for_end(said["runId"])).state == "timeout"
         await agents.wait_until_idle()
@@ -524,7 +524,7 @@ async def test_an_announcement_whose_time_is_over_stops_nothing(tmp_path: Path) 
 
     functions = {"main": agent}
     async with open_agents_fixture(
-        make_agents_config(agents=NESTED), tmp_path, functions=functions, clock=clock, pace=LASTING
+        make_agents_config(agents=NESTED), tmp_path, functions=functions, clock=clock, timings=LASTING
     ) as agents:
         await agents.open_sessions(MAIN)
         manager = (await agents.use("sessions_spawn", task="manage"))["childSessionKey"]
@@ -876,7 +876,7 @@ async def test_who_waits_for_what_it_has_spawned_does_not_begin_anew(tmp_path: P
     nursery = Nursery("dig deep")
     config = make_agents_config(session={"idleMinutes": 30})
     async with open_agents_fixture(
-        config, tmp_path, functions={"main": nursery}, clock=clock, pace=LASTING
+        config, tmp_path, functions={"main": nursery}, clock=clock, timings=LASTING
     ) as agents:
         await agents.ask("find out for me")
         await wait_for_event(nursery.begun["dig deep"])

@@ -104,8 +104,8 @@ def find_missing_secrets(config: Config) -> Iterator[str]:
     from antiphon.config import list_secrets
 
     for path, secret in list_secrets(config):
-        if trouble := secret.availability_error:
-            yield f"{path!r} is missing: {trouble}"
+        if error := secret.availability_error:
+            yield f"{path!r} is missing: {error}"
 
 
 def describe_answering_model(loaded: LoadedConfig, agent_id: str) -> str:

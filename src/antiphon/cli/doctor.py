@@ -167,8 +167,8 @@ def _check_secrets(config: Config) -> Iterator[Finding]:
         "hooks.token": hooks.token if hooks.enabled else None,
     }
     for path, secret in needed.items():
-        if secret and (trouble := find_secret_error(secret)):
-            yield report_failure("secrets", f"{path!r} could not be read: {trouble.what}", trouble.hint)
+        if secret and (error := find_secret_error(secret)):
+            yield report_failure("secrets", f"{path!r} could not be read: {error.what}", error.hint)
 
 
 def _check_port(config: Config) -> Iterator[Finding]:

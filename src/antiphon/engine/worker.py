@@ -141,7 +141,7 @@ class Worker:
 
     def is_already_reported(self, error: AntiphonError) -> bool:
         """Whether the store has already logged this problem itself."""
-        return isinstance(error, StoreFull | StoreReplaced) and self._store.trouble is not None
+        return isinstance(error, StoreFull | StoreReplaced) and self._store.write_error is not None
 
     async def _execute_crash_suspect(self, lane: int) -> bool:
         with self._release_slot(lane):

@@ -162,7 +162,7 @@ async def list_readiness_failures(gateway: GatewayState) -> list[str]:
 
 
 async def _can_reach_store(gateway: GatewayState) -> bool:
-    if gateway.app.trouble():
+    if gateway.app.store.write_error:
         return False  # the store has reported a failure: it can be read, but not written
     try:
         async with asyncio.timeout(STORE_PROBE_TIMEOUT_SECONDS):

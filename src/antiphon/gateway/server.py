@@ -149,7 +149,7 @@ async def _run_server(
         await asyncio.to_thread(
             discovery.write, gateway.state_dir, discovery.DiscoveryRecord(url, os.getpid())
         )
-        await gateway.app.introduce(url)
+        await gateway.app.publish_address(url)
         gateway.app.preload_libraries()
         yield ListeningGateway(url, gateway, hub, task)
     finally:

@@ -97,7 +97,7 @@ class Store(Protocol):
         ...
 
     @property
-    def trouble(self) -> StoreError | None:
+    def write_error(self) -> StoreError | None:
         """Why the store cannot write at the moment, if it knows that without a request."""
         ...
 

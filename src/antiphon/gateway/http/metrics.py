@@ -167,7 +167,7 @@ class _StoreCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield _build_gauge("antiphon_build_info", "The running version.", {__version__: 1}, "version")
-        is_connected = self._gateway.app.links.is_connected()
+        is_connected = self._gateway.app.coordination.is_connected()
         yield _build_gauge("antiphon_bus_connected", "Whether other replicas can be reached.", is_connected)
         yield _build_gauge("antiphon_store_up", "Whether the store answered.", self._status is not None)
         yield _build_gauge(

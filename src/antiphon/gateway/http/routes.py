@@ -96,7 +96,7 @@ class HttpRoutes:
         if failing := await health.list_readiness_failures(self._gateway):
             return build_json_response(Readiness(ready=False, failing=failing), 503)
         # Without the bus, requests are still accepted and stored, so the gateway stays ready.
-        degraded = [] if self._gateway.app.links.is_connected() else ["bus"]
+        degraded = [] if self._gateway.app.coordination.is_connected() else ["bus"]
         return build_json_response(Readiness(ready=True, degraded=degraded))
 
     def _build_session_routes(self) -> list[BaseRoute]:

@@ -78,7 +78,7 @@ class PgStore:
     """The store on PostgreSQL. Open it with `PgStore.open` from a running event loop."""
 
     shared = True
-    trouble = None  # Unknown without a request to the server; requests raise what is wrong.
+    write_error = None  # Unknown without a request to the server; requests raise what is wrong.
 
     def __init__(
         self,

@@ -109,43 +109,43 @@ class StoreHealth:
     """Tracks whether the store can write, and logs when that changes."""
 
     def __init__(self, path: Path) -> None:
-        self.trouble: StoreError | None = None
+        self.write_error: StoreError | None = None
         self._path = path
         self._failed_at = self._recovered_at = -math.inf
         self._is_recurring = False
 
     def record_commit(self, error: BaseException | None, *, changed: bool) -> None:
         """Updates the state by the outcome of a commit; an empty commit (`changed` False) proves nothing."""
-        if isinstance(self.trouble, StoreReplaced):
+        if isinstance(self.write_error, StoreReplaced):
             return  # until a restart
         if isinstance(error, StoreReplaced):
             self._record_failure(error)
         elif isinstance(error, sqlite3.Error):
             self._record_failure(translate_sqlite_error(error, self._path))
-        elif self.trouble and changed and self._is_over(self.trouble):
-            self.trouble = None
+        elif self.write_error and changed and self._is_over(self.write_error):
+            self.write_error = None
             self._recovered_at = time.monotonic()
             log.warning("The database is writable again")
 
-    def _record_failure(self, trouble: StoreError) -> None:
+    def _record_failure(self, failure: StoreError) -> None:
         now = time.monotonic()
-        if self.trouble is None or isinstance(trouble, StoreReplaced):
+        if self.write_error is None or isinstance(failure, StoreReplaced):
             self._is_recurring = now - self._recovered_at < RECOVERY_QUIET_SECONDS
-            log.error("%s", _format_trouble(trouble))
-        self.trouble, self._failed_at = trouble, now
+            log.error("%s", _format_failure(failure))
+        self.write_error, self._failed_at = failure, now
 
-    def _is_over(self, trouble: StoreError) -> bool:
-        """Whether a successful commit ends the trouble; a small one may fit where a larger one does not.
+    def _is_over(self, failure: StoreError) -> bool:
+        """Whether a successful commit ends the failure; a small one may fit where a larger one does not.
 
         An exhausted quota cannot be detected: it counts as over at once the first time, but not if it recurs.
         """
-        if isinstance(trouble, StoreDamaged) or (isinstance(trouble, StoreFull) and is_disk_full(self._path)):
+        if isinstance(failure, StoreDamaged) or (isinstance(failure, StoreFull) and is_disk_full(self._path)):
             return False
         return not self._is_recurring or time.monotonic() - self._failed_at >= RECOVERY_QUIET_SECONDS
 
 
-def _format_trouble(trouble: StoreError) -> str:
+def _format_failure(failure: StoreError) -> str:
     """The text for the log, where no request has failed."""
-    if isinstance(trouble, StoreFull):
+    if isinstance(failure, StoreFull):
         return f"{_DISK_FULL_TEXT}; work continues once space is freed."
-    return f"{trouble.what} {trouble.hint}"
+    return f"{failure.what} {failure.hint}"

@@ -248,8 +248,8 @@ class SqliteStore:
         return cls(path, writer, readers, on_commit)
 
     @property
-    def trouble(self) -> StoreError | None:
-        return self._health.trouble
+    def write_error(self) -> StoreError | None:
+        return self._health.write_error
 
     async def tx(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         if self._writer is None:
@@ -300,8 +300,8 @@ class SqliteStore:
             self._shrink_log(connection)
 
     def _check_files(self) -> None:
-        if isinstance(self.trouble, StoreReplaced):
-            raise self.trouble
+        if isinstance(self.write_error, StoreReplaced):
+            raise self.write_error
         if self._files and self._files.are_replaced():
             raise build_replaced_error(self._path)
 
