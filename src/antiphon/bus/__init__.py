@@ -12,7 +12,8 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-ALL_SESSIONS_TOPIC = "session.*"
+EVERY_SESSION_TOPIC = "session.*"  # the topics of all sessions
+SESSION_CHANGES_TOPIC = "sessions"  # `SessionChanged`: a session was created, changed or removed
 
 
 def session_topic(session: int) -> str:
@@ -67,7 +68,7 @@ class RunChanged(_Event, tag="run", frozen=True):
     usage: RunUsage | None = None
     quiet: bool = False
     """The run's output is for other sessions, not for clients watching this session's chat."""
-    gated: bool = False
+    needs_sanitizing: bool = msgspec.field(default=False, name="gated")
     """The watching clients did not ask for this run, so its output is sanitized before they receive it."""
     yielded: bool = False
     """The turn ended to wait for others; a later run has the answer."""

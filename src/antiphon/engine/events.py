@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from antiphon.bus import (
+    SESSION_CHANGES_TOPIC,
     EventBus,
     Gap,
     MessageAppended,
@@ -37,8 +38,10 @@ class EventPublisher:
 
     def publish_entries(self, run: RunIdentity, entries: Sequence[Entry]) -> None:
         """Publish entries that a run added to its session's transcript."""
-        if entries and self._bus.has_listeners("sessions"):
-            self._bus.publish("sessions", SessionChanged(session_key=run.session_key, reason="message"))
+        if entries and self._bus.has_listeners(SESSION_CHANGES_TOPIC):
+            self._bus.publish(
+                SESSION_CHANGES_TOPIC, SessionChanged(session_key=run.session_key, reason="message")
+            )
         topic = session_topic(run.session)
         if self._bus.has_listeners(topic):
             for entry in entries:
@@ -79,7 +82,7 @@ class EventPublisher:
 
     def publish_removed_session(self, session_key: str) -> None:
         """Publish that retention removed a session."""
-        self._bus.publish("sessions", SessionChanged(session_key=session_key, reason="retention"))
+        self._bus.publish(SESSION_CHANGES_TOPIC, SessionChanged(session_key=session_key, reason="retention"))
 
     def publish_gap(self) -> None:
         """Make all feeds read again, because a replica may have committed entries without publishing them."""
@@ -100,6 +103,6 @@ def _build_end_event(ended: EndedRun) -> RunChanged:
         ended_at=None if ended.started_at is None else ended.at,
         usage=RunUsage(input=usage["input"], output=usage["output"], cost=usage["cost"]) if usage else None,
         quiet=run.origin in QUIET_ORIGINS,
-        gated=run.origin in SANITIZED_ORIGINS,
+        needs_sanitizing=run.origin in SANITIZED_ORIGINS,
         yielded=ending.yielded,
     )

@@ -13,7 +13,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from antiphon.bus import (
-    ALL_SESSIONS_TOPIC,
+    EVERY_SESSION_TOPIC,
+    SESSION_CHANGES_TOPIC,
     Delivered,
     Delta,
     Event,
@@ -68,13 +69,13 @@ class Hub:
     async def run(self) -> None:
         """Broadcast until cancelled."""
         tasks = (
-            lambda: self._listen(ALL_SESSIONS_TOPIC),
-            lambda: self._listen("sessions"),
+            lambda: self._listen(EVERY_SESSION_TOPIC),
+            lambda: self._listen(SESSION_CHANGES_TOPIC),
             self.session_changes.run,
             self.presence.run,
             self.health.run,
             self._run_ticks,
-            self._close_revoked,
+            self._close_revoked_connections,
         )
         async with asyncio.TaskGroup() as group:
             for work in tasks:
@@ -157,7 +158,7 @@ class Hub:
             self._record_change(event.session_key, {"phase": phase, "runId": event.run_id})
 
     def _handle_delivery(self, event: Delivered) -> None:
-        """Send a delivery that no client asked for, as a final `chat` event."""
+        """Send an unsolicited delivery as a final `chat` event."""
         payload = {
             "runId": event.run_id or event.key,
             "sessionKey": wire.format_session_key(event.session_key),
@@ -192,7 +193,7 @@ class Hub:
             for connection in self.connections:
                 connection.send_event(text, droppable=True)
 
-    async def _close_revoked(self) -> None:
+    async def _close_revoked_connections(self) -> None:
         """Close connections whose token was revoked."""
         while True:
             await asyncio.sleep(REVOCATION_CHECK_SECONDS)

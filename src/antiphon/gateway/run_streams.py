@@ -1,7 +1,8 @@
 """Streams the growing answers of runs to connections, as `chat` and `agent` events.
 
-Clients that assemble an answer get increments; the others get the whole text so far, the less often the longer it is.
-Only the current step of a run is streamed. A client that lags gets no more of a step, and its complete entry later.
+Clients that assemble an answer get increments; the others get the full text so far, less often as it grows. Only the
+current step of a run is streamed. A client that lags is skipped for the rest of the step and gets the complete entry
+later.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from antiphon.gateway.ws.connection import ConnectionSet, WebSocketConnection
 
 MIN_DELTA_SECONDS, MAX_DELTA_SECONDS = 0.05, 0.5  # between two increments of an answer
 DELTA_CHARACTERS_PER_SECOND = 25_000  # the longer the answer, the longer increments are collected
-WHOLE_INTERVAL_SECONDS = 0.15  # between two whole texts of a growing answer
-WHOLE_GROWTH_FACTOR = 1.2  # growth after which the whole text is sent again
-# All whole texts of an answer together have at most this many characters plus 1.5 times its length.
-FREE_WHOLE_CHARACTERS = 8_000
+FULL_TEXT_INTERVAL_SECONDS = 0.15  # between two full texts of a growing answer
+FULL_TEXT_GROWTH_FACTOR = 1.2  # growth after which the full text is sent again
+# All full texts of an answer together have at most this many characters plus 1.5 times its length.
+FREE_FULL_TEXT_CHARACTERS = 8_000
 MAX_ENDED_RUNS_REMEMBERED = 4096
 TOOL_EVENTS_CAPABILITY = "tool-events"
 
 RunPhase = Literal["start", "end", "error"]
+_DeltaFormat = Literal["increment", "text", "text_and_message"]
 
 
 class StreamedRun(msgspec.Struct, eq=False):
@@ -45,24 +47,24 @@ class StreamedRun(msgspec.Struct, eq=False):
     """Text that readers of increments have not been sent yet."""
     unsent_thinking: list[str] = msgspec.field(default_factory=list[str])
     increments_due: float = 0.0
-    whole_spent: int = 0
-    """Length of all whole texts of this step that have been sent."""
-    next_whole_length: int = 1
-    """Length from which the whole text is sent again."""
-    whole_due: float = 0.0
+    full_text_characters_sent: int = 0
+    """Length of all full texts of this step that have been sent."""
+    next_full_text_length: int = 1
+    """Length from which the full text is sent again."""
+    full_text_due: float = 0.0
     timer: asyncio.TimerHandle | None = None
-    followers: set[WebSocketConnection] = msgspec.field(default_factory=set[WebSocketConnection])
+    caught_up_readers: set[WebSocketConnection] = msgspec.field(default_factory=set[WebSocketConnection])
     """Readers of increments that have been sent all of the text so far."""
-    left_out: set[WebSocketConnection] = msgspec.field(default_factory=set[WebSocketConnection])
+    skipped_readers: set[WebSocketConnection] = msgspec.field(default_factory=set[WebSocketConnection])
     """Readers that get no more of this step's text: they lagged, or have the entry that completes it."""
-    seq: int = 0
+    last_entry_seq: int = 0
     """Sequence number of the last entry of the run that has completed a step."""
     chat_seq: int = 0
     """Sequence number of events for readers of increments, without gaps."""
-    whole_seq: int = 0
-    """Sequence number of events for readers of whole texts."""
+    full_text_seq: int = 0
+    """Sequence number of events for readers of full texts."""
     agent_seq: int = 0
-    message: msgspec.Raw | dict[str, Any] | None = None
+    final_message: msgspec.Raw | dict[str, Any] | None = None
 
     @property
     def text(self) -> str:
@@ -74,10 +76,10 @@ class StreamedRun(msgspec.Struct, eq=False):
         self.pieces.clear()
         self.unsent.clear()
         self.unsent_thinking.clear()
-        self.length = self.whole_spent = 0
-        self.next_whole_length = 1
-        self.followers.clear()
-        self.left_out.clear()
+        self.length = self.full_text_characters_sent = 0
+        self.next_full_text_length = 1
+        self.caught_up_readers.clear()
+        self.skipped_readers.clear()
         self.cancel_timer()
 
     def cancel_timer(self) -> None:
@@ -117,8 +119,8 @@ class RunStreams:
 
     def remove_connection(self, connection: WebSocketConnection) -> None:
         for run in self._runs.values():
-            run.followers.discard(connection)
-            run.left_out.discard(connection)
+            run.caught_up_readers.discard(connection)
+            run.skipped_readers.discard(connection)
 
     def _get_or_add_run(self, run_id: str, session_key: str) -> StreamedRun:
         run = self._runs.get(run_id)
@@ -135,8 +137,8 @@ class RunStreams:
         run = self._get_or_add_run(event.run_id, event.session_key)
         if role == "assistant":
             self._send_increments(run)
-            run.message = msgspec.Raw(event.body.encode())
-            run.seq = event.seq
+            run.final_message = msgspec.Raw(event.body.encode())
+            run.last_entry_seq = event.seq
             run.begin_step()
 
     def complete_step(self, message: dict[str, Any], readers: Iterable[WebSocketConnection]) -> None:
@@ -148,9 +150,9 @@ class RunStreams:
         if not isinstance(run_id, str) or message.get("role") != "assistant":  # an import may hold anything
             return
         run = self._runs.get(run_id)
-        if run and message["seq"] > run.seq:
+        if run and message["seq"] > run.last_entry_seq:
             self._send_increments(run)
-            run.left_out.update(readers)
+            run.skipped_readers.update(readers)
 
     def handle_delta(self, event: Delta) -> None:
         run = self._get_or_add_run(event.run_id, event.session_key)
@@ -189,10 +191,10 @@ class RunStreams:
         now = loop.time()
         if (run.unsent or run.unsent_thinking) and now >= run.increments_due:
             self._send_increments(run)
-        if run.length >= run.next_whole_length and now >= run.whole_due:
-            self._send_whole_text(run)
+        if run.length >= run.next_full_text_length and now >= run.full_text_due:
+            self._send_full_text(run)
         due = [run.increments_due] if run.unsent or run.unsent_thinking else []
-        due += [run.whole_due] if run.length >= run.next_whole_length else []
+        due += [run.full_text_due] if run.length >= run.next_full_text_length else []
         if due and run.timer is None:
             run.timer = loop.call_at(min(due), self._on_timer, run)
 
@@ -201,7 +203,7 @@ class RunStreams:
         self._stream_run(run)
 
     def _send_increments(self, run: StreamedRun) -> None:
-        """Send the new text to readers that have the rest, and the whole text so far to the others."""
+        """Send the new text to readers that have the rest, and the full text so far to the others."""
         if run.unsent_thinking:
             self._send_agent_event(run, "thinking", {"delta": "".join(run.unsent_thinking)}, droppable=True)
             run.unsent_thinking.clear()
@@ -213,39 +215,42 @@ class RunStreams:
 
     def _send_chat_deltas(self, run: StreamedRun, increment: str) -> None:
         run.chat_seq += 1
-        texts: dict[bool | None, str] = {}  # None: for followers; else by whether the reader knows increments
+        texts: dict[_DeltaFormat, str] = {}
         for connection in self._connections.iter_readers():
-            if not connection.reads_increments or connection in run.left_out:
+            if not connection.reads_increments or connection in run.skipped_readers:
                 continue
-            kind = None if connection in run.followers else connection.has_delta_capability
-            if (text := texts.get(kind)) is None:
-                text = texts[kind] = self._encode_chat_delta(run, increment, kind)
-            if connection.send_event(text, droppable=True):
-                run.followers.add(connection)
+            if connection in run.caught_up_readers:
+                format: _DeltaFormat = "increment"
             else:
-                run.followers.discard(connection)
-                run.left_out.add(connection)
+                format = "text" if connection.has_delta_capability else "text_and_message"
+            if (text := texts.get(format)) is None:
+                text = texts[format] = self._encode_chat_delta(run, increment, format)
+            if connection.send_event(text, droppable=True):
+                run.caught_up_readers.add(connection)
+            else:
+                run.caught_up_readers.discard(connection)
+                run.skipped_readers.add(connection)
 
-    def _encode_chat_delta(self, run: StreamedRun, increment: str, kind: bool | None) -> str:
+    def _encode_chat_delta(self, run: StreamedRun, increment: str, format: _DeltaFormat) -> str:
         payload: dict[str, Any] = {**run.build_payload(run.chat_seq), "state": "delta"}
-        payload["deltaText"] = increment if kind is None else run.text
-        if kind is not None and run.length > len(increment):
+        payload["deltaText"] = increment if format == "increment" else run.text
+        if format != "increment" and run.length > len(increment):
             payload["replace"] = True
-        if kind is False:
+        if format == "text_and_message":
             payload["message"] = self._build_message(run.text)
         return frames.encode_event("chat", payload)
 
-    def _send_whole_text(self, run: StreamedRun) -> None:
-        """Send the whole text so far to clients that do not assemble increments."""
+    def _send_full_text(self, run: StreamedRun) -> None:
+        """Send the full text so far to clients that do not assemble increments."""
         readers = [
             connection
             for connection in self._connections.iter_readers()
-            if not connection.reads_increments and connection not in run.left_out
+            if not connection.reads_increments and connection not in run.skipped_readers
         ]
         if readers:
-            run.whole_seq += 1
+            run.full_text_seq += 1
             payload = {
-                **run.build_payload(run.whole_seq),
+                **run.build_payload(run.full_text_seq),
                 "state": "delta",
                 "message": self._build_message(run.text),
                 "deltaText": "",  # clients of protocol 4 drop the event without this field
@@ -254,20 +259,22 @@ class RunStreams:
             for connection in readers:
                 if not connection.quirks.reads_agent_text:
                     connection.send_event(chat, droppable=True)
-            apps = [connection for connection in readers if connection.quirks.reads_agent_text]
-            if apps:
-                self._send_agent_event(run, "assistant", {"text": run.text}, to=apps, droppable=True)
-        run.whole_spent += run.length
-        affordable = 2 * (run.whole_spent - FREE_WHOLE_CHARACTERS)
-        run.next_whole_length = max(int(run.length * WHOLE_GROWTH_FACTOR), run.length + 1, affordable)
-        run.whole_due = asyncio.get_running_loop().time() + WHOLE_INTERVAL_SECONDS
+            agent_text_readers = [connection for connection in readers if connection.quirks.reads_agent_text]
+            if agent_text_readers:
+                self._send_agent_event(
+                    run, "assistant", {"text": run.text}, to=agent_text_readers, droppable=True
+                )
+        run.full_text_characters_sent += run.length
+        affordable = 2 * (run.full_text_characters_sent - FREE_FULL_TEXT_CHARACTERS)
+        run.next_full_text_length = max(int(run.length * FULL_TEXT_GROWTH_FACTOR), run.length + 1, affordable)
+        run.full_text_due = asyncio.get_running_loop().time() + FULL_TEXT_INTERVAL_SECONDS
 
     def _send_restart(self, run: StreamedRun) -> None:
         """Tell clients to discard the text of the current step."""
         run.chat_seq += 1
-        run.whole_seq += 1
+        run.full_text_seq += 1
         for connection in self._connections.iter_readers():
-            seq = run.chat_seq if connection.reads_increments else run.whole_seq
+            seq = run.chat_seq if connection.reads_increments else run.full_text_seq
             payload: dict[str, Any] = {**run.build_payload(seq), "state": "delta"}
             if not connection.has_delta_capability:
                 payload["message"] = self._build_message("")
@@ -297,12 +304,12 @@ class RunStreams:
         return self._send_end(run, event)
 
     def _send_end(self, run: StreamedRun, event: RunChanged) -> RunPhase:
-        if event.gated:
-            run.message = (
+        if event.needs_sanitizing:
+            run.final_message = (
                 self._build_message(sanitize.sanitize_for_people(event.reply)) if event.reply else None
             )
-        elif run.message is None and event.reply:
-            run.message = self._build_message(event.reply)
+        elif run.final_message is None and event.reply:
+            run.final_message = self._build_message(event.reply)
         phase: RunPhase = "end" if event.state in ("ok", "incomplete") else "error"
         lifecycle: dict[str, Any] = {"phase": phase, "endedAt": event.ended_at or self._clock.now()}
         if phase == "error":
@@ -310,12 +317,12 @@ class RunStreams:
         run.agent_seq += 1
         agent = self._encode_agent_event(run, "lifecycle", lifecycle)
         final = _build_final_payload(event, run)
-        increments, whole = (
+        increments, full_text = (
             frames.encode_event("chat", {**run.build_payload(seq + 1), **final})
-            for seq in (run.chat_seq, run.whole_seq)
+            for seq in (run.chat_seq, run.full_text_seq)
         )
         for connection in self._connections.iter_readers():
-            chat = increments if connection.reads_increments else whole
+            chat = increments if connection.reads_increments else full_text
             connection.send_run_end([agent] if event.quiet else [agent, chat])
         return phase
 
@@ -347,7 +354,7 @@ def _build_final_payload(event: RunChanged, run: StreamedRun) -> dict[str, Any]:
     """Return the payload of the last `chat` event of a run."""
     spent = event.usage
     usage = {"usage": {"input": spent.input, "output": spent.output, "cost": spent.cost}} if spent else {}
-    message = {"message": run.message} if run.message else {}
+    message = {"message": run.final_message} if run.final_message else {}
     match event.state:
         case "ok":
             return {"state": "final", "stopReason": "stop", **message, **usage}

@@ -13,7 +13,7 @@ import msgspec
 
 from antiphon import access, keys
 from antiphon.access import Action, Caller
-from antiphon.bus import EventBus, MessageAppended, SessionChanged, session_topic
+from antiphon.bus import SESSION_CHANGES_TOPIC, EventBus, MessageAppended, SessionChanged, session_topic
 from antiphon.clock import Clock
 from antiphon.engine.collaboration import chains
 from antiphon.engine.collaboration.chains import ChainLimits, ChainLink
@@ -131,7 +131,7 @@ class OperationContext:
         """Log that a chain reached its limit, and notify operators."""
         key = caller.session_key or ""
         log.warning("%s", error, extra={"session_key": key, "chain_id": error.data.get("chain_id")})
-        self.bus.publish("sessions", SessionChanged(session_key=key, reason="chain_limit"))
+        self.bus.publish(SESSION_CHANGES_TOPIC, SessionChanged(session_key=key, reason="chain_limit"))
 
     # --- events, always published after the commit they report ---
 
@@ -144,7 +144,7 @@ class OperationContext:
         self.bus.publish(session_topic(row["id"]), SessionChanged(session_key=row["key"], reason=reason))
 
     def publish_to_all_sessions(self, key: str, reason: str) -> None:
-        self.bus.publish("sessions", SessionChanged(session_key=key, reason=reason))
+        self.bus.publish(SESSION_CHANGES_TOPIC, SessionChanged(session_key=key, reason=reason))
 
     def publish_entry(self, row: Row, entry: Entry) -> None:
         event = MessageAppended(

@@ -1,9 +1,11 @@
-"""Sends messages to other sessions, and waits for the reply as long as the sender wants."""
+"""Sends messages to other sessions and waits for the reply, up to the sender's timeout.
+
+It also lists exchanges for operators.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
 
 import msgspec
@@ -39,13 +41,11 @@ from antiphon.operations.types import (
 from antiphon.operations.validation import parse_row_cursor, require_current_conversation, validate_and_clamp
 from antiphon.store import Row, Tx
 
-log = logging.getLogger(__name__)
-
 MAX_REPLY_BACK_TURNS = 5
 DEFAULT_EXCHANGES_PER_PAGE, MAX_EXCHANGES_PER_PAGE = 50, 500
 MAX_EXCHANGES_COMPARED = 10_000  # the most recent ones, when only the beginning of an id is given
 MAX_CANDIDATES = 5
-ALL_SESSIONS_REFUSAL = ("what goes on between all sessions", "Read your own with sessions_history.")
+ALL_SESSIONS_REFUSAL = ("the exchanges of all sessions", "Read your own with sessions_history.")
 MAX_SHOWN_CHARACTERS = 300  # of one text
 # Characters searched for secrets; the last ones are dropped, where a cut secret would not be recognised.
 MAX_SCANNED_CHARACTERS, CUT_EDGE_CHARACTERS = (
@@ -68,7 +68,7 @@ class ExchangeOperations:
         *,
         requester: str | None = None,
     ) -> SendResult:
-        """Commit a message to another session and wait for the reply; the exchange continues by itself.
+        """Commit a message to another session and wait for the reply; the exchange continues in the background.
 
         An agent sends from its own session; an operator from `requester`, if given.
         """
@@ -118,12 +118,12 @@ class ExchangeOperations:
             )
         link = ChainLink(run_id, 1)
         sender: int | None = requester["id"] if requester else None
-        if not await exchanges.is_known_exchange(tx, run_id, sender, target["id"], request.message):
+        if not await exchanges.check_repeated_exchange(tx, run_id, sender, target["id"], request.message):
             self._context.session_resolver.check_send(target)
             if requester is not None:
                 link = await self._context.build_chain_link(tx, origin, requester["id"], run_id)
-        opening = msgspec.structs.replace(
-            self._build_opening(run_id, requester, target, request, link),
+        new_exchange = msgspec.structs.replace(
+            self._build_new_exchange(run_id, requester, target, request, link),
             agent_id=self._find_addressed_agent(caller, request),
             requester_agent=requester
             and self._context.session_resolver.resolve_non_owner_agent(
@@ -132,9 +132,9 @@ class ExchangeOperations:
         )
         note = None
         if requester is not None and await chains.load_active_run(tx, origin.run_id, requester["id"]) is None:
-            # Before anything that answers it is queued.
-            note = await exchanges.record_sent_message(tx, opening, now)
-        exchange, accepted = await exchanges.begin_exchange(tx, opening, now)
+            # Queued first, so that it precedes any reply.
+            note = await exchanges.record_sent_message(tx, new_exchange, now)
+        exchange, accepted = await exchanges.begin_exchange(tx, new_exchange, now)
         if requester is not None and request.timeout_seconds > 0:
             await self._record_wait(tx, caller, requester, accepted, origin, request.timeout_seconds, now)
         return exchange, accepted, note, created
@@ -146,16 +146,16 @@ class ExchangeOperations:
             caller, request.session or f"agent:{request.agent_id}:main"
         )
 
-    def _build_opening(
+    def _build_new_exchange(
         self, id: str, requester: Row | None, target: Row, request: SendRequest, link: ChainLink
     ) -> NewExchange:
-        turns = self._context.config.session.agent_to_agent.max_ping_pong_turns
+        max_turns = self._context.config.session.agent_to_agent.max_ping_pong_turns
         return NewExchange(
             id=id,
             requester=requester,
             target=target,
             message=request.message,
-            turns=turns if request.reply_back is None else min(turns, request.reply_back),
+            max_turns=max_turns if request.reply_back is None else min(max_turns, request.reply_back),
             announce=request.announce,
             link=link,
             max_queued=self._context.config.store.lane_max_queued,
@@ -171,23 +171,23 @@ class ExchangeOperations:
         seconds: float,
         now: int,
     ) -> None:
-        """Record that the requester's run waits for the reply, also if the message is a repeated one."""
+        """Record that the requester's run waits for the reply, even if the message is a retry."""
         run = await chains.load_active_run(tx, origin.run_id, requester["id"])
         if run is None:
             return
 
-        def shown(row: Row) -> str:
+        def display_key(row: Row) -> str:
             return (
                 row["key"]
                 if self._context.session_resolver.can_see(caller, row)
                 else chains.HIDDEN_SESSION_TEXT
             )
 
-        # A waiting run does not crash the process, however often a restart has found it waiting.
+        # Restarts while the run waits are not crashes, so they must not count as attempts.
         await lifecycle.reset_attempts(tx, run["n"])
         until = now + round(min(seconds, MAX_REPLY_TIMEOUT_SECONDS) * 1000)
         edge = (run["n"], requester["id"], accepted.run_id, accepted.session)
-        await chains.record_wait(tx, *edge, until, now, describe=shown)
+        await chains.record_wait(tx, *edge, until, now, describe=display_key)
 
     async def _resolve_target(
         self, tx: Tx, caller: Caller, request: SendRequest, now: int, created: list[Row]
@@ -254,8 +254,8 @@ class ExchangeOperations:
         error = None
         if status == "timeout":
             error = (
-                "There was no reply in time. The message was delivered and its run goes on: "
-                "look with sessions_history later instead of sending it again."
+                "There was no reply in time. The message was delivered and its run continues: "
+                "read sessions_history later instead of sending it again."
             )
         elif status == "error":
             error = view.error or f"The run ended as {view.state!r}."
@@ -279,8 +279,8 @@ class ExchangeOperations:
             Ambiguous: several ids begin like this.
         """
         access.require_operator(caller, "read", *ALL_SESSIONS_REFUSAL)
-        row, runs_of_it = await self._context.store.read(_load_exchange_with_runs, reference)
-        return await asyncio.to_thread(_build_exchange_detail, row, runs_of_it)
+        row, runs = await self._context.store.read(_load_exchange_with_runs, reference)
+        return await asyncio.to_thread(_build_exchange_detail, row, runs)
 
     async def _load_exchange_page(
         self, tx: Tx, caller: Caller, session: str | None, unsettled: bool, before: int, limit: int
@@ -311,14 +311,15 @@ class ExchangeOperations:
         `session` matches either side; `unsettled` leaves out exchanges that have ended.
         """
         access.require_operator(caller, "read", *ALL_SESSIONS_REFUSAL)
-        most, before = validate_and_clamp(limit, 1, MAX_EXCHANGES_PER_PAGE, "limit"), parse_row_cursor(cursor)
+        page_size = validate_and_clamp(limit, 1, MAX_EXCHANGES_PER_PAGE, "limit")
+        before = parse_row_cursor(cursor)
         rows = await self._context.store.read(
-            self._load_exchange_page, caller, session, unsettled, before, most + 1
+            self._load_exchange_page, caller, session, unsettled, before, page_size + 1
         )
-        shown = rows[:most]
+        page = rows[:page_size]
         return ExchangePage(
-            exchanges=await asyncio.to_thread(lambda: [_build_exchange_view(row) for row in shown]),
-            next_cursor=str(shown[-1]["n"]) if len(rows) > len(shown) else None,
+            exchanges=await asyncio.to_thread(lambda: [_build_exchange_view(row) for row in page]),
+            next_cursor=str(page[-1]["n"]) if len(rows) > len(page) else None,
         )
 
 
@@ -329,7 +330,7 @@ async def _load_exchange(tx: Tx, id: str) -> Row:
 
 
 def _build_cancelled_view(exchange: Row, reason: str) -> RunView:
-    """Return a cancelled run in place of the one that would have answered."""
+    """Return a synthetic cancelled view in place of the run that would have answered."""
     return RunView(
         run_id=exchange["id"],
         session_key=exchange["target_key"],
@@ -360,34 +361,34 @@ def _build_delivery_state(view: RunView) -> DeliveryState:
 
 def _build_reply_back_state(exchange: Row, view: RunView) -> ReplyBackState:
     if view.has_ended and not view.yielded and view.state != "ok":
-        return ReplyBackState(turns=0, reason=exchanges.explain_missing_reply(view.state, view.reply))
-    return ReplyBackState(turns=exchange["turns"], reason=exchanges.explain_missing_turns(exchange))
+        return ReplyBackState(turns=0, reason=exchanges.get_no_reply_reason(view.state, view.reply))
+    return ReplyBackState(turns=exchange["turns"], reason=exchanges.get_no_turns_reason(exchange))
 
 
-def _validate_send_request(request: SendRequest, most: int) -> None:
-    validation.validate_message_content(request.message, most)
+def _validate_send_request(request: SendRequest, max_bytes: int) -> None:
+    validation.validate_message_content(request.message, max_bytes)
     if request.session is not None and request.label is not None:
         raise InvalidInput(
             "Both sessionKey and label are given.", "Provide one of them, not both.", field="label"
         )
     if request.session is None and request.label is None and request.agent_id is None:
-        raise InvalidInput(
-            "No session is named.", "Provide sessionKey, label or agentId.", field="sessionKey"
-        )
+        raise InvalidInput("No target is given.", "Provide sessionKey, label or agentId.", field="sessionKey")
     if request.session is not None and request.agent_id is not None:
         raise InvalidInput(
             "Both sessionKey and agentId are given.",
-            "Leave agentId out: the key says whose it is.",
+            "Leave agentId out: the key already contains the agent.",
             field="agentId",
         )
     if request.reply_back is not None and not 0 <= request.reply_back <= MAX_REPLY_BACK_TURNS:
         raise InvalidInput(
-            f"'replyBack' is {request.reply_back}.", f"Use 0 to {MAX_REPLY_BACK_TURNS}.", field="replyBack"
+            f"'replyBack' is {request.reply_back}, out of range.",
+            f"Use 0 to {MAX_REPLY_BACK_TURNS}.",
+            field="replyBack",
         )
     if not 0 <= request.timeout_seconds < float("inf"):
         raise InvalidInput(
-            f"'timeoutSeconds' is {request.timeout_seconds}.",
-            "Use 0 to return at once, or how many seconds to wait.",
+            f"'timeoutSeconds' is {request.timeout_seconds}, out of range.",
+            "Use 0 to return immediately, or the number of seconds to wait.",
             field="timeoutSeconds",
         )
 

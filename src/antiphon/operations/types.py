@@ -17,6 +17,7 @@ from msgspec import UNSET, UnsetType
 from antiphon import keys
 from antiphon.bus import RunChanged, RunUsage
 from antiphon.engine.collaboration.attachments import AttachmentReceipt, SpawnAttachment
+from antiphon.engine.collaboration.exchanges import AnnounceMode
 from antiphon.engine.runs.run_options import RunOptions
 from antiphon.engine.runs.run_queue import QUIET_ORIGINS, SANITIZED_ORIGINS
 from antiphon.engine.sessions.transcripts import Entry
@@ -69,7 +70,7 @@ class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_seconds: float = DEFAULT_REPLY_TIMEOUT_SECONDS
     idempotency_key: str | None = None
     reply_back: int | None = None
-    announce: Literal["target", "none"] = "target"
+    announce: AnnounceMode = "target"
 
 
 class SpawnRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -667,7 +668,7 @@ def build_run_ended_event(session_key: str, view: RunView) -> RunChanged:
         usage=view.usage,
         yielded=view.yielded,
         quiet=view.origin in QUIET_ORIGINS,
-        gated=view.origin in SANITIZED_ORIGINS,
+        needs_sanitizing=view.origin in SANITIZED_ORIGINS,
     )
 
 

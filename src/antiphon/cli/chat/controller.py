@@ -169,7 +169,7 @@ class ChatController:
     async def _is_for_person(self, run_id: str) -> bool:
         """Whether the run answers a person, not another session or this one's own sub-agents."""
         run = build_run_ended_event(self._session, await self._backend.wait(run_id, 0))
-        return not (run.gated or run.quiet)
+        return not (run.needs_sanitizing or run.quiet)
 
     async def read_messages(self) -> None:
         """Read and queue lines until the user leaves or the input ends. A script waits for each answer."""

@@ -30,7 +30,7 @@ SQL = Queries("exchanges")
 SEND_TOOL_NAME = "sessions_send"
 INTER_SESSION_KIND = "inter_session"
 
-ExchangeAnnounce = Literal["target", "none"]
+AnnounceMode = Literal["target", "none"]
 
 STOPPED_REASON = "run_stopped"
 _NO_REPLY_REASON = "no_reply"
@@ -51,8 +51,8 @@ class NewExchange(msgspec.Struct, frozen=True, kw_only=True):
     """None for an operator, who takes no reply turns."""
     target: Row
     message: str
-    turns: int
-    announce: ExchangeAnnounce
+    max_turns: int
+    announce: AnnounceMode
     link: ChainLink
     max_queued: int
     agent_id: str | None = None
@@ -61,7 +61,7 @@ class NewExchange(msgspec.Struct, frozen=True, kw_only=True):
     """The agent that sends, if it is not the requester's own agent."""
 
 
-def explain_missing_turns(exchange: Row) -> str | None:
+def get_no_turns_reason(exchange: Row) -> str | None:
     """Return why an exchange has no reply turns; None if it has some."""
     if exchange["turns"] > 0:
         return None
@@ -70,91 +70,98 @@ def explain_missing_turns(exchange: Row) -> str | None:
     return "turn_limit" if _can_reply(exchange["requester_key"]) else "ephemeral_requester"
 
 
-def explain_missing_reply(outcome: str, reply: str | None) -> str:
-    """Return why a target's run gives its exchange no reply to go on with."""
+def get_no_reply_reason(outcome: str, reply: str | None) -> str:
+    """Return why a target's run has no reply that its exchange can continue with."""
     if outcome == "incomplete" and not (reply and reply.strip()):
         return _NO_REPLY_REASON
     return _REASON_BY_OUTCOME.get(outcome, _NO_REPLY_REASON)
 
 
-async def is_known_exchange(tx: Tx, id: str, requester: int | None, target: int, message: str) -> bool:
-    """Whether this id was already used for the same message between the same sessions.
+async def check_repeated_exchange(tx: Tx, id: str, requester: int | None, target: int, message: str) -> bool:
+    """Return whether this id was already used for the same message between the same sessions.
 
     Raises:
         Conflict: it was used for another message, requester or target, or for one whose session is gone.
     """
-    before = await tx.one(SQL.by_id, id=id)
-    if before is None:
+    existing = await tx.one(SQL.by_id, id=id)
+    if existing is None:
         return False
     # PostgreSQL cannot store NUL; it is replaced there (see `store.postgres`).
-    parties = before["requester"], before["target"]
-    if parties != (requester, target) or before["message"] not in {message, message.replace("\0", "\ufffd")}:
+    parties = existing["requester"], existing["target"]
+    if parties != (requester, target) or existing["message"] not in {
+        message,
+        message.replace("\0", "\ufffd"),
+    }:
         raise run_queue.make_idempotency_conflict(id)
     return True
 
 
-async def begin_exchange(tx: Tx, opening: NewExchange, now: int) -> tuple[Row, AcceptedRun]:
+async def begin_exchange(tx: Tx, new_exchange: NewExchange, now: int) -> tuple[Row, AcceptedRun]:
     """Create the exchange and its first run; returns the existing ones if this id was used before."""
-    requester, target = opening.requester, opening.target
+    requester, target = new_exchange.requester, new_exchange.target
     row = await tx.one(
         SQL.insert,
-        id=opening.id,
+        id=new_exchange.id,
         requester=requester["id"] if requester else None,
         requester_key=requester["key"] if requester else None,
         requester_channel=_get_channel(requester) if requester else None,
         target=target["id"],
         target_key=target["key"],
         target_channel=_get_channel(target),
-        message=opening.message,
-        turns=opening.turns if requester and _can_reply(requester["key"]) else 0,
-        announce=opening.announce,
+        message=new_exchange.message,
+        turns=new_exchange.max_turns if requester and _can_reply(requester["key"]) else 0,
+        announce=new_exchange.announce,
         destination=delivery_rows.resolve_session_destination(target).json_text,
-        chain=opening.link.chain,
-        hop=opening.link.hop,
-        requester_agent=opening.requester_agent,
+        chain=new_exchange.link.chain,
+        hop=new_exchange.link.hop,
+        requester_agent=new_exchange.requester_agent,
         now=now,
     )
-    exchange = await tx.one(SQL.by_id, id=opening.id)
+    exchange = await tx.one(SQL.by_id, id=new_exchange.id)
     assert exchange is not None
-    primary = _build_primary_run(exchange, opening, known=row is None, now=now)
+    primary = _build_primary_run(exchange, new_exchange, is_repeated=row is None, now=now)
     return exchange, await run_queue.submit(tx, primary, now)
 
 
-def _build_primary_run(exchange: Row, opening: NewExchange, *, known: bool, now: int) -> Submission:
+def _build_primary_run(
+    exchange: Row, new_exchange: NewExchange, *, is_repeated: bool, now: int
+) -> Submission:
     return Submission(
-        run_id=opening.id,
-        session=opening.target["id"],
-        session_key=opening.target["key"],
+        run_id=new_exchange.id,
+        session=new_exchange.target["id"],
+        session_key=new_exchange.target["key"],
         origin=SEND_TOOL_NAME,
         message=UserMessage(
-            content=opening.message, timestamp=now, provenance=_build_provenance(exchange, by_target=False)
+            content=new_exchange.message,
+            timestamp=now,
+            provenance=_build_provenance(exchange, by_target=False),
         ),
         instructions=prompts.build_primary_context(_build_sides(exchange), exchange["turns"]),
         exchange=exchange["n"],
         # A repeated request is the same run and does not count again in its chain.
-        chain=None if known else exchange["chain"],
+        chain=None if is_repeated else exchange["chain"],
         hop=exchange["hop"],
-        max_queued=opening.max_queued,
-        agent_id=opening.agent_id,
+        max_queued=new_exchange.max_queued,
+        agent_id=new_exchange.agent_id,
     )
 
 
-async def record_sent_message(tx: Tx, opening: NewExchange, now: int) -> AcceptedRun | None:
+async def record_sent_message(tx: Tx, new_exchange: NewExchange, now: int) -> AcceptedRun | None:
     """Add a message sent in a session's name to its transcript, so that later replies have their context.
 
     Messages that its agent sends during a run are already there, as tool calls.
     """
-    assert opening.requester is not None
+    assert new_exchange.requester is not None
     note = Submission(
-        run_id=f"note:sent:{opening.id}",
-        session=opening.requester["id"],
-        session_key=opening.requester["key"],
+        run_id=f"note:sent:{new_exchange.id}",
+        session=new_exchange.requester["id"],
+        session_key=new_exchange.requester["key"],
         origin=run_queue.NOTE_ORIGIN,
         message=AssistantMessage(
             content=[
                 TextBlock(
                     text=prompts.format_sent_note(
-                        keys.display_full_key(opening.target["key"]), opening.message
+                        keys.display_full_key(new_exchange.target["key"]), new_exchange.message
                     )
                 )
             ],
@@ -178,7 +185,7 @@ async def advance_exchange(tx: Tx, step: CompletedStep, now: int) -> Effects:
         case "announce":
             return await _finish_announce(tx, exchange, step, now)
         case "primary" if step.usable_reply is None:
-            return await _settle_exchange(tx, exchange, explain_missing_reply(step.state, step.reply), now)
+            return await _settle_exchange(tx, exchange, get_no_reply_reason(step.state, step.reply), now)
         case "reply" if step.state == "cancelled":
             return await _settle_exchange(tx, exchange, "cancelled", now)
         case "reply" if step.usable_reply is None or sanitize.is_skip(step.usable_reply, sanitize.REPLY_SKIP):
@@ -296,6 +303,7 @@ async def _queue_announce(tx: Tx, exchange: Row, reply: str | None, now: int) ->
 
 
 async def _finish_announce(tx: Tx, exchange: Row, step: CompletedStep, now: int) -> Effects:
+    """Settle the exchange with its announcement: posted, or `skipped` by the agent, `silent` (no text) or `failed`."""
     reply = step.usable_reply
     if reply is None:
         return await _settle_exchange(

@@ -12,7 +12,7 @@ import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from antiphon.bus import EventBus, SessionChanged
+from antiphon.bus import SESSION_CHANGES_TOPIC, EventBus, SessionChanged
 from antiphon.clock import Clock
 from antiphon.engine.idempotency import IdempotentCommand
 from antiphon.engine.jobs import firings, jobs
@@ -97,7 +97,7 @@ class Scheduler:
         if fired.accepted and fired.accepted.new:
             await self._engine.dispatch_accepted_run(fired.accepted)
             self._bus.publish(
-                "sessions", SessionChanged(session_key=fired.accepted.session_key, reason="cron")
+                SESSION_CHANGES_TOPIC, SessionChanged(session_key=fired.accepted.session_key, reason="cron")
             )
         return fired
 

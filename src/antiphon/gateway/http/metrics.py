@@ -31,7 +31,7 @@ from starlette.responses import Response
 
 from antiphon import __version__, access
 from antiphon.access import Caller
-from antiphon.bus import ALL_SESSIONS_TOPIC, Event, Gap, MessageAppended, RunChanged
+from antiphon.bus import EVERY_SESSION_TOPIC, Event, Gap, MessageAppended, RunChanged
 from antiphon.errors import AntiphonError
 from antiphon.gateway.http.responses import SECURITY_HEADERS, StreamSlots
 from antiphon.gateway.state import READ_ONLY_CALLER, GatewayState
@@ -105,7 +105,7 @@ class Metrics:
                     task.cancel()
 
     async def _listen(self) -> None:
-        async with self._gateway.app.bus.listen(ALL_SESSIONS_TOPIC) as events:
+        async with self._gateway.app.bus.listen(EVERY_SESSION_TOPIC) as events:
             while True:
                 if (event := await events.get()) is not None:
                     self.record_event(event)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from antiphon import keys
 from antiphon.access import WRITE_SCOPE
+from antiphon.engine.collaboration.exchanges import AnnounceMode
 from antiphon.errors import InvalidInput
 from antiphon.gateway import incoming_messages
 from antiphon.gateway.incoming_messages import ImageAttachment
@@ -42,7 +43,7 @@ class SessionSendParams(SessionMessageParams, frozen=True):
     from_session_key: SessionReference | None = None
     timeout_seconds: Annotated[float, Meta(ge=0, le=MAX_REPLY_TIMEOUT_SECONDS)] | None = None
     reply_back: Annotated[int, Meta(ge=0, le=MAX_REPLY_BACK_TURNS)] | None = None
-    announce: Literal["target", "none"] | None = None
+    announce: AnnounceMode | None = None
 
 
 def _awaits_reply(params: SessionSendParams) -> bool:
