@@ -196,7 +196,9 @@ async def _stage(path: Path, mode: str) -> AsyncGenerator[GatewayFixture]:
     async with open_gateway(
         path,
         settings=settings,
-        tools=lambda operations: [make_tool("peek", lambda call: _peek(operations, call), acts=False)],
+        tools=lambda operations: [
+            make_tool("peek", lambda call: _peek(operations, call), has_side_effects=False)
+        ],
     ) as gateway:
         from antiphon.operations.types import IncomingMessage
 

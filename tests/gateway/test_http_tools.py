@@ -32,14 +32,14 @@ class Box:
 
     def tools(self, *_: object) -> Iterable[Tool]:
         spec = ToolSpec(name="look", description="", parameters={"properties": {"action": {}}})
-        yield Tool(spec=spec, invoke=self._look, acts=False)
+        yield Tool(spec=spec, invoke=self._look, has_side_effects=False)
         for name in ("sessions_send", "exec", "other"):
-            yield make_tool(name, self._look, acts=name != "other")
-        yield make_tool("refuses", self._refuses, acts=False)
-        yield make_tool("misses", self._misses, acts=False)
-        yield make_tool("breaks", self._breaks, acts=False)
-        yield make_tool("full", self._full, acts=False)
-        yield make_tool("hangs", self._hangs, acts=False)
+            yield make_tool(name, self._look, has_side_effects=name != "other")
+        yield make_tool("refuses", self._refuses, has_side_effects=False)
+        yield make_tool("misses", self._misses, has_side_effects=False)
+        yield make_tool("breaks", self._breaks, has_side_effects=False)
+        yield make_tool("full", self._full, has_side_effects=False)
+        yield make_tool("hangs", self._hangs, has_side_effects=False)
 
     async def _look(self, call: ToolRequest) -> ToolOutput:
         self.calls.append(call)

@@ -174,7 +174,7 @@ async def test_the_tools_of_an_agent_are_listed(tmp_path: Path) -> None:
         raise AssertionError
 
     async with (
-        open_gateway(tmp_path, tools=lambda _: [make_tool("look", look, acts=False)]) as gateway,
+        open_gateway(tmp_path, tools=lambda _: [make_tool("look", look, has_side_effects=False)]) as gateway,
         gateway.client() as client,
     ):
         (group,) = (await client.call("tools.catalog"))["groups"]
@@ -198,7 +198,7 @@ async def test_a_tool_is_invoked_as_a_session_would(tmp_path: Path) -> None:
         return ToolOutput(text=f"{call.caller.session_key} sees {call.arguments['what']}")
 
     async with (
-        open_gateway(tmp_path, tools=lambda _: [make_tool("look", look, acts=False)]) as gateway,
+        open_gateway(tmp_path, tools=lambda _: [make_tool("look", look, has_side_effects=False)]) as gateway,
         gateway.client() as client,
     ):
         done = await client.call("tools.invoke", name="look", args={"what": "a bird"}, sessionKey=OTHER)
@@ -1106,7 +1106,9 @@ async def test_tool_results_are_part_of_a_history(tmp_path: Path) -> None:
         return ToolOutput(text="a view")
 
     async with (
-        open_gateway(tmp_path, agent, tools=lambda _: [make_tool("look", look, acts=False)]) as gateway,
+        open_gateway(
+            tmp_path, agent, tools=lambda _: [make_tool("look", look, has_side_effects=False)]
+        ) as gateway,
         gateway.client() as client,
     ):
         await say(client)

@@ -184,10 +184,15 @@ def make_tool(
     invoke: Callable[[ToolRequest], Awaitable[ToolOutput]],
     *,
     settle: bool = False,
-    acts: bool = True,
+    has_side_effects: bool = True,
 ) -> Tool:
     spec = ToolSpec(name=name, description=name, parameters={"type": "object"})
-    return Tool(spec=spec, invoke=invoke, after_crash="settle" if settle else "report", acts=acts)
+    return Tool(
+        spec=spec,
+        invoke=invoke,
+        after_crash="settle" if settle else "report",
+        has_side_effects=has_side_effects,
+    )
 
 
 def make_tool_calls(*names: str, **arguments: Any) -> AssistantMessage:

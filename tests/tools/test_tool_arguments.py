@@ -93,7 +93,7 @@ async def test_every_tool_has_a_valid_closed_schema_and_only_looks(tmp_path: Pat
         assert set(NAMES) <= set(found)
         for name in NAMES:
             tool = found[name]
-            assert (tool.acts, tool.after_crash) == (False, "settle")
+            assert (tool.has_side_effects, tool.after_crash) == (False, "settle")
             assert tool.spec.description
             parameters = dict(tool.spec.parameters)
             jsonschema_rs.meta.validate(parameters)

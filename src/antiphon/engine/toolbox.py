@@ -42,7 +42,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     spec: ToolSpec
     invoke: Callable[[ToolRequest], Awaitable[ToolOutput]]
     after_crash: Literal["settle", "report"] = "report"
-    acts: bool = True
+    has_side_effects: bool = True
     """Whether calling it changes anything; read-only tools may be offered more freely."""
     reaches_sessions: bool = False
     """Whether it accesses other sessions; sub-agents get such tools only if configured."""

@@ -86,7 +86,7 @@ async def invoke_tool(
 def _find_offered_tool(gateway: GatewayState, name: str, tools: Mapping[str, Tool]) -> Tool:
     settings = gateway.app.config.gateway.tools
     tool = tools.get(name)
-    if tool is None or name in settings.deny or (tool.acts and name not in settings.allow):
+    if tool is None or name in settings.deny or (tool.has_side_effects and name not in settings.allow):
         raise ToolMissing(
             f"Tool not available: {name[:80]}.",
             "Name it in gateway.tools.allow if it exists and may be used.",

@@ -72,7 +72,7 @@ def parse_cursor(text: str) -> int:
     number = text.removeprefix("seq:")
     if not (number.isascii() and number.isdecimal() and len(number) < 18):
         raise InvalidInput(
-            f"'cursor' is {text[:40]!r}.", "Pass nextCursor as it was given: N or seq:N.", field="cursor"
+            f"'cursor' is {text[:40]!r}.", "Pass nextCursor unchanged: N or seq:N.", field="cursor"
         )
     return int(number)
 

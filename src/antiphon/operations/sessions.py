@@ -496,7 +496,7 @@ def _parse_cursor(text: str | None) -> tuple[int, str] | None:
     if not (at.isdecimal() and len(at) < 18 and key):
         raise InvalidInput(
             f"The cursor {text[:80]!r} is not one of ours.",
-            "Pass nextCursor as it was given.",
+            "Pass nextCursor unchanged.",
             field="cursor",
         )
     return int(at), key

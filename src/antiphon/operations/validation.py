@@ -74,8 +74,8 @@ def parse_row_cursor(cursor: str | None) -> int:
         return 2**62
     if not (cursor.isdecimal() and len(cursor) < 19):
         raise InvalidInput(
-            f"The cursor {cursor[:80]!r} is not one of ours.",
-            "Pass nextCursor as it was given.",
+            f"{cursor[:80]!r} is not a valid cursor.",
+            "Pass nextCursor unchanged.",
             field="cursor",
         )
     return int(cursor)

@@ -18,20 +18,20 @@ from antiphon.tools.results import render_refusal, render_view
 def build_tool(
     name: str,
     description: str,
-    takes: type[A],
-    answer: Callable[[ToolRequest, A], Awaitable[Any]],
+    argument_type: type[A],
+    run: Callable[[ToolRequest, A], Awaitable[Any]],
     *,
-    acts: bool = False,
+    has_side_effects: bool = False,
     ends_turn: bool = False,
     agents: Callable[[str], Sequence[str]] | None = None,
 ) -> Tool:
     """Build a session tool. Calls may be repeated after a crash: reads are harmless, actions are idempotent."""
-    spec = ToolSpec(name=name, description=description, parameters=build_schema(takes))
+    spec = ToolSpec(name=name, description=description, parameters=build_schema(argument_type))
     return Tool(
         spec=spec,
-        invoke=_build_invoke(takes, answer),
+        invoke=_build_invoke(argument_type, run),
         after_crash="settle",
-        acts=acts,
+        has_side_effects=has_side_effects,
         reaches_sessions=True,
         ends_turn=ends_turn,
         fit=_build_fit(spec, agents) if agents else None,
@@ -39,11 +39,11 @@ def build_tool(
 
 
 def _build_invoke(
-    takes: type[A], answer: Callable[[ToolRequest, A], Awaitable[Any]]
+    argument_type: type[A], run: Callable[[ToolRequest, A], Awaitable[Any]]
 ) -> Callable[[ToolRequest], Awaitable[ToolOutput]]:
     async def invoke(call: ToolRequest) -> ToolOutput:
         try:
-            return render_view(await answer(call, parse_arguments(takes, call.arguments)))
+            return render_view(await run(call, parse_arguments(argument_type, call.arguments)))
         except AntiphonError as error:
             if error.who != "caller":  # internal errors are handled by the engine, not shown to the model
                 raise

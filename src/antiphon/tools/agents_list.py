@@ -19,7 +19,7 @@ class AgentsListArguments(ToolArguments, frozen=True):
 
 
 def agents_list(operations: Operations) -> Tool:
-    async def answer(call: ToolRequest, given: AgentsListArguments) -> AgentsView:
+    async def run(call: ToolRequest, arguments: AgentsListArguments) -> AgentsView:
         return await operations.agents.list_reachable(call.caller)
 
-    return build_tool("agents_list", TOOL_DESCRIPTION, AgentsListArguments, answer)
+    return build_tool("agents_list", TOOL_DESCRIPTION, AgentsListArguments, run)

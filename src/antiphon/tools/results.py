@@ -29,6 +29,6 @@ def render_refusal(error: AntiphonError) -> ToolOutput:
     A message blocked by the send policy is an `error` too: the policy is about the target, not about the caller.
     """
     forbidden = isinstance(error, Forbidden) and not isinstance(error, SendBlocked)
-    said = {"status": "forbidden" if forbidden else "error", "error": str(error), "code": error.code}
-    said |= {name: value for name, value in error.data.items() if name in SHOWN_ERROR_DATA}
-    return ToolOutput(text=msgspec.json.encode(said).decode(), details=said, is_error=True)
+    details = {"status": "forbidden" if forbidden else "error", "error": str(error), "code": error.code}
+    details |= {name: value for name, value in error.data.items() if name in SHOWN_ERROR_DATA}
+    return ToolOutput(text=msgspec.json.encode(details).decode(), details=details, is_error=True)

@@ -33,10 +33,10 @@ class StatusArguments(ToolArguments, frozen=True):
 
 
 def session_status(operations: Operations) -> Tool:
-    async def answer(call: ToolRequest, given: StatusArguments) -> dict[str, Any]:
+    async def run(call: ToolRequest, arguments: StatusArguments) -> dict[str, Any]:
         here = "main" if call.caller.is_operator else "current"
         status = await operations.sessions.get_status(
-            call.caller, here if given.session_key is None else given.session_key
+            call.caller, here if arguments.session_key is None else arguments.session_key
         )
         return {
             "ok": True,
@@ -47,7 +47,7 @@ def session_status(operations: Operations) -> Tool:
             "statusText": format_status_card(status),
         }
 
-    return build_tool("session_status", TOOL_DESCRIPTION, StatusArguments, answer)
+    return build_tool("session_status", TOOL_DESCRIPTION, StatusArguments, run)
 
 
 def _describe_run(run: RunView) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class HistoryArguments(ToolArguments, frozen=True):
         DEFAULT_HISTORY_MESSAGES
     )
     include_tools: Annotated[bool, Meta(description="Also show the results of tools.")] = False
-    cursor: Annotated[str, Meta(description="nextCursor of the page before, as it was given.")] | None = None
+    cursor: Annotated[str, Meta(description="nextCursor of the page before, unchanged.")] | None = None
     before: (
         Annotated[int, Meta(ge=0, le=MAX_SAFE_INTEGER, description="Only messages before this seq.")] | None
     ) = None
@@ -53,38 +53,38 @@ class HistoryArguments(ToolArguments, frozen=True):
 
 
 def sessions_history(operations: Operations) -> Tool:
-    async def answer(call: ToolRequest, given: HistoryArguments) -> dict[str, Any]:
-        before, after = _resolve_position(given)
-        wanted = HistoryFilter(
-            limit=clamp_value(given.limit, 1, MAX_HISTORY_MESSAGES),
-            include_tools=given.include_tools,
+    async def run(call: ToolRequest, arguments: HistoryArguments) -> dict[str, Any]:
+        before, after = _resolve_position(arguments)
+        filter = HistoryFilter(
+            limit=clamp_value(arguments.limit, 1, MAX_HISTORY_MESSAGES),
+            include_tools=arguments.include_tools,
             before=before,
             after=after,
         )
-        page = await operations.transcripts.read(call.caller, given.session_key, wanted)
+        page = await operations.transcripts.read(call.caller, arguments.session_key, filter)
         # In a thread, because masking takes time and would block the event loop.
         fitted = await asyncio.to_thread(
             fit_entries, page.messages, MAX_HISTORY_RESULT_BYTES, from_newest=after is None
         )
         return _build_result(page, fitted, forward=after is not None)
 
-    return build_tool("sessions_history", TOOL_DESCRIPTION, HistoryArguments, answer)
+    return build_tool("sessions_history", TOOL_DESCRIPTION, HistoryArguments, run)
 
 
-def _resolve_position(given: HistoryArguments) -> tuple[int | None, int | None]:
+def _resolve_position(arguments: HistoryArguments) -> tuple[int | None, int | None]:
     """Return the numbers before and after which to read. A cursor contains its direction."""
-    named = [name for name in ("cursor", "before", "after") if getattr(given, name) is not None]
+    named = [name for name in ("cursor", "before", "after") if getattr(arguments, name) is not None]
     if len(named) > 1:
         raise InvalidInput(
             f"{' and '.join(named)} say different things.", "Pass only one of them.", field=named[1]
         )
-    if given.cursor is None:
-        return given.before, given.after
-    found = _CURSOR_PATTERN.fullmatch(given.cursor.strip())
+    if arguments.cursor is None:
+        return arguments.before, arguments.after
+    found = _CURSOR_PATTERN.fullmatch(arguments.cursor.strip())
     if found is None:
         raise InvalidInput(
-            f"The cursor {given.cursor[:80]!r} is not one of ours.",
-            "Pass nextCursor as it was given.",
+            f"{arguments.cursor[:80]!r} is not a valid cursor.",
+            "Pass nextCursor unchanged.",
             field="cursor",
         )
     seq = int(found["seq"])

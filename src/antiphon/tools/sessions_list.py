@@ -72,14 +72,14 @@ class ListArguments(ToolArguments, frozen=True):
     search: Annotated[str, Meta(description="Only sessions with these words in their names.")] | None = None
     spawned_by: Annotated[str, Meta(description="Only sessions that this session spawned.")] | None = None
     include_archived: Annotated[bool, Meta(description="Also show archived sessions.")] = False
-    cursor: Annotated[str, Meta(description="nextCursor of the page before, as it was given.")] | None = None
+    cursor: Annotated[str, Meta(description="nextCursor of the page before, unchanged.")] | None = None
 
 
 def sessions_list(operations: Operations) -> Tool:
-    async def answer(call: ToolRequest, given: ListArguments) -> dict[str, Any]:
-        messages = clamp_value(given.message_limit, 0, MAX_MESSAGES_PER_SESSION)
+    async def run(call: ToolRequest, arguments: ListArguments) -> dict[str, Any]:
+        messages = clamp_value(arguments.message_limit, 0, MAX_MESSAGES_PER_SESSION)
         overview = await operations.sessions.get_overview(
-            call.caller, _build_filter(given), messages, room=_MESSAGE_BUDGET
+            call.caller, _build_filter(arguments), messages, room=_MESSAGE_BUDGET
         )
         rows = (build_tool_session_row(call.caller, view) for view in overview.page.sessions)
         if not messages:
@@ -88,21 +88,21 @@ def sessions_list(operations: Operations) -> Tool:
         rows, cut = await asyncio.to_thread(_fill_rows, rows, overview)
         return _build_result(overview, rows, cut)
 
-    return build_tool("sessions_list", TOOL_DESCRIPTION, ListArguments, answer)
+    return build_tool("sessions_list", TOOL_DESCRIPTION, ListArguments, run)
 
 
-def _build_filter(given: ListArguments) -> ListFilter:
-    active = given.active_minutes or None
+def _build_filter(arguments: ListArguments) -> ListFilter:
+    active = arguments.active_minutes or None
     return ListFilter(
-        kinds=given.kinds,
-        limit=clamp_value(given.limit, 1, MAX_LIST_ROWS),
+        kinds=arguments.kinds,
+        limit=clamp_value(arguments.limit, 1, MAX_LIST_ROWS),
         active_minutes=None if active is None else min(MAX_ACTIVE_MINUTES, active),
-        agent_id=given.agent_id,
-        label=given.label,
-        search=given.search,
-        spawned_by=given.spawned_by,
-        include_archived=given.include_archived,
-        cursor=given.cursor,
+        agent_id=arguments.agent_id,
+        label=arguments.label,
+        search=arguments.search,
+        spawned_by=arguments.spawned_by,
+        include_archived=arguments.include_archived,
+        cursor=arguments.cursor,
     )
 
 

@@ -34,14 +34,14 @@ class SearchArguments(ToolArguments, frozen=True):
 
 
 def sessions_search(operations: Operations) -> Tool:
-    async def answer(call: ToolRequest, given: SearchArguments) -> dict[str, Any]:
+    async def run(call: ToolRequest, arguments: SearchArguments) -> dict[str, Any]:
         page = await operations.search.find(
             call.caller,
-            given.query,
-            limit=clamp_value(given.limit, 1, MAX_SEARCH_HITS),
-            agent_id=given.agent_id,
-            session=given.session_key,
-            include_tools=given.include_tools,
+            arguments.query,
+            limit=clamp_value(arguments.limit, 1, MAX_SEARCH_HITS),
+            agent_id=arguments.agent_id,
+            session=arguments.session_key,
+            include_tools=arguments.include_tools,
             mask=redact,
         )
         flags = {"indexing": page.indexing, "truncated": page.truncated}
@@ -51,4 +51,4 @@ def sessions_search(operations: Operations) -> Tool:
             **{name: True for name, so in flags.items() if so},
         }
 
-    return build_tool("sessions_search", TOOL_DESCRIPTION, SearchArguments, answer)
+    return build_tool("sessions_search", TOOL_DESCRIPTION, SearchArguments, run)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta
 
+from antiphon.engine.collaboration.exchanges import AnnounceMode
 from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.operations.exchanges import MAX_REPLY_BACK_TURNS
 from antiphon.operations.operations import Operations
@@ -22,12 +23,12 @@ from antiphon.tools._arguments import ToolArguments, describe_clamped_range
 TOOL_DESCRIPTION = (
     "Send a message into another session and wait for its reply. Name the session by sessionKey (a key or sessionId "
     "from sessions_list), by label, or by agentId alone for that agent's main session. A timeout does not mean "
-    "that the message was lost: its run goes on, so read sessions_history later instead of sending it again."
+    "that the message was lost: its run continues, so read sessions_history later instead of sending it again."
 )
 
 
 class SendArguments(ToolArguments, frozen=True):
-    message: Annotated[str, Meta(min_length=1, description="What to say. It arrives word for word.")]
+    message: Annotated[str, Meta(min_length=1, description="The message, delivered verbatim.")]
     session_key: Annotated[str, Meta(description="A key or sessionId from sessions_list.")] | None = None
     label: Annotated[str, Meta(description="The session's label, instead of sessionKey.")] | None = None
     agent_id: (
@@ -37,11 +38,11 @@ class SendArguments(ToolArguments, frozen=True):
     timeout_seconds: Annotated[
         float,
         describe_clamped_range(
-            "How long to wait for the reply; 0 returns at once.", 0, MAX_REPLY_TIMEOUT_SECONDS
+            "How long to wait for the reply; 0 returns immediately.", 0, MAX_REPLY_TIMEOUT_SECONDS
         ),
     ] = DEFAULT_REPLY_TIMEOUT_SECONDS
     idempotency_key: (
-        Annotated[str, Meta(description="The same key is the same message, however often it is sent.")] | None
+        Annotated[str, Meta(description="Retries with the same key send the message once.")] | None
     ) = None
     reply_back: (
         Annotated[
@@ -49,29 +50,29 @@ class SendArguments(ToolArguments, frozen=True):
             Meta(
                 ge=0,
                 le=MAX_REPLY_BACK_TURNS,
-                description="How many turns you two may answer each other afterwards.",
+                description="Maximum follow-up turns between the two sessions after the reply.",
             ),
         ]
         | None
     ) = None
     announce: Annotated[
-        Literal["target", "none"],
-        Meta(description="Whether the other agent may tell its chat of it in the end."),
+        AnnounceMode,
+        Meta(description="Whether the other agent may announce the result in its chat at the end."),
     ] = "target"
 
 
 def sessions_send(operations: Operations) -> Tool:
-    async def answer(call: ToolRequest, given: SendArguments) -> SendResult:
-        wanted = SendRequest(
-            message=given.message,
-            session=given.session_key,
-            label=given.label,
-            agent_id=given.agent_id,
-            timeout_seconds=min(given.timeout_seconds, MAX_REPLY_TIMEOUT_SECONDS),
-            idempotency_key=given.idempotency_key,
-            reply_back=given.reply_back,
-            announce=given.announce,
+    async def run(call: ToolRequest, arguments: SendArguments) -> SendResult:
+        request = SendRequest(
+            message=arguments.message,
+            session=arguments.session_key,
+            label=arguments.label,
+            agent_id=arguments.agent_id,
+            timeout_seconds=min(arguments.timeout_seconds, MAX_REPLY_TIMEOUT_SECONDS),
+            idempotency_key=arguments.idempotency_key,
+            reply_back=arguments.reply_back,
+            announce=arguments.announce,
         )
-        return await operations.exchanges.send(call.caller, wanted, RequestOrigin(call.run_id, call.key))
+        return await operations.exchanges.send(call.caller, request, RequestOrigin(call.run_id, call.key))
 
-    return build_tool("sessions_send", TOOL_DESCRIPTION, SendArguments, answer, acts=True)
+    return build_tool("sessions_send", TOOL_DESCRIPTION, SendArguments, run, has_side_effects=True)

@@ -89,9 +89,9 @@ class SpawnArguments(ToolArguments, frozen=True):
 
 
 def sessions_spawn(operations: Operations) -> Tool:
-    async def answer(call: ToolRequest, given: SpawnArguments) -> dict[str, Any]:
+    async def run(call: ToolRequest, arguments: SpawnArguments) -> dict[str, Any]:
         spawned = await operations.subagents.spawn(
-            call.caller, given.spawn_request, RequestOrigin(call.run_id, call.key)
+            call.caller, arguments.spawn_request, RequestOrigin(call.run_id, call.key)
         )
         return {**_drop_none_fields(spawned), "note": SPAWN_NOTE}
 
@@ -99,8 +99,8 @@ def sessions_spawn(operations: Operations) -> Tool:
         "sessions_spawn",
         TOOL_DESCRIPTION,
         SpawnArguments,
-        answer,
-        acts=True,
+        run,
+        has_side_effects=True,
         agents=operations.agents.list_spawnable,
     )
 

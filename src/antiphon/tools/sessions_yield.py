@@ -24,11 +24,13 @@ class YieldArguments(ToolArguments, frozen=True):
 
 
 def sessions_yield(operations: Operations) -> Tool:
-    async def answer(call: ToolRequest, given: YieldArguments) -> dict[str, Any]:
+    async def run(call: ToolRequest, arguments: YieldArguments) -> dict[str, Any]:
         waiting = await operations.subagents.yield_turn(
-            call.caller, RequestOrigin(call.run_id, call.key), given.wait_for
+            call.caller, RequestOrigin(call.run_id, call.key), arguments.wait_for
         )
-        said = given.message or "Turn yielded."
-        return {"status": "yielded", "message": said, "waitFor": given.wait_for, "subagents": waiting}
+        message = arguments.message or "Turn yielded."
+        return {"status": "yielded", "message": message, "waitFor": arguments.wait_for, "subagents": waiting}
 
-    return build_tool("sessions_yield", TOOL_DESCRIPTION, YieldArguments, answer, acts=True, ends_turn=True)
+    return build_tool(
+        "sessions_yield", TOOL_DESCRIPTION, YieldArguments, run, has_side_effects=True, ends_turn=True
+    )

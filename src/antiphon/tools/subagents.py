@@ -46,18 +46,18 @@ class SubagentsArguments(ToolArguments, frozen=True):
 
 
 def subagents(operations: Operations) -> Tool:
-    async def answer(call: ToolRequest, given: SubagentsArguments) -> dict[str, Any]:
-        match given.action:
+    async def run(call: ToolRequest, arguments: SubagentsArguments) -> dict[str, Any]:
+        match arguments.action:
             case "list":
                 return _build_list(
-                    await operations.subagents.list(call.caller, recent_minutes=given.recent_minutes)
+                    await operations.subagents.list(call.caller, recent_minutes=arguments.recent_minutes)
                 )
             case "kill":
-                return await _kill(operations, call, given)
+                return await _kill(operations, call, arguments)
             case "steer":
-                return await _steer(operations, call, given)
+                return await _steer(operations, call, arguments)
 
-    return build_tool("subagents", TOOL_DESCRIPTION, SubagentsArguments, answer, acts=True)
+    return build_tool("subagents", TOOL_DESCRIPTION, SubagentsArguments, run, has_side_effects=True)
 
 
 def _build_list(found: list[TaskView]) -> dict[str, Any]:
@@ -108,28 +108,28 @@ def _build_row(number: int, task: TaskView) -> dict[str, Any]:
     return {name: value for name, value in shown.items() if value is not None}
 
 
-async def _kill(operations: Operations, call: ToolRequest, given: SubagentsArguments) -> dict[str, Any]:
+async def _kill(operations: Operations, call: ToolRequest, arguments: SubagentsArguments) -> dict[str, Any]:
     killed = await operations.subagents.kill(
-        call.caller, given.target, recent_minutes=given.recent_minutes, key=_derive_request_id(call)
+        call.caller, arguments.target, recent_minutes=arguments.recent_minutes, key=_derive_request_id(call)
     )
     if killed.finished is not None:
         return _build_finished_answer("kill", killed.finished)
     return {"status": "ok", "action": "kill", "killed": len(killed.keys), "labels": killed.names}
 
 
-async def _steer(operations: Operations, call: ToolRequest, given: SubagentsArguments) -> dict[str, Any]:
-    if not (given.message or "").strip():
+async def _steer(operations: Operations, call: ToolRequest, arguments: SubagentsArguments) -> dict[str, Any]:
+    if not (arguments.message or "").strip():
         raise InvalidInput("There is no message.", "Say what the sub-agent is to do now.", field="message")
     run_id = _derive_request_id(call)
     name = await operations.subagents.find_steered(call.caller, run_id)
     if name is None:
-        task = await operations.subagents.find(call.caller, given.target, given.recent_minutes)
+        task = await operations.subagents.find(call.caller, arguments.target, arguments.recent_minutes)
         if task.phase == "settled":
             return _build_finished_answer("steer", task.name)
         name = task.name
         message = IncomingMessage(
             session=task.child_session_key,
-            content=given.message or "",
+            content=arguments.message or "",
             idempotency_key=run_id,
             origin="steer",
             provenance=Provenance(
