@@ -25,7 +25,7 @@ from cli.terminal import BOUND, Program
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("R")]
 
 
-def client(program: Program, url: str, secret: str | None = None) -> Client:
+def make_client(program: Program, url: str, secret: str | None = None) -> Client:
     async def find() -> Site:
         return Site(url, secret or token(program))
 
@@ -52,54 +52,56 @@ def seqs(events: list[Event]) -> list[int]:
 
 async def test_questions_and_their_answers(program: Program) -> None:
     with up(program) as gateway:
-        async with client(program, gateway.url) as desk:
-            view = await desk.open("main")
+        async with make_client(program, gateway.url) as client:
+            view = await client.open("main")
             assert (view.key, view.kind, view.agent_id) == ("agent:main:main", "main", "main")
             message = IncomingMessage(session="main", content="say hello", idempotency_key="k1")
-            first, again = await desk.submit(message), await desk.submit(message)
+            first, again = await client.submit(message), await client.submit(message)
             assert (first.run_id, first.session_id, first.new, again.new) == (
                 "k1",
                 view.session_id,
                 True,
                 False,
             )
-            done = await desk.wait("k1", BOUND)
+            done = await client.wait("k1", BOUND)
             assert (done.state, done.reply, done.has_ended) == ("ok", "hello", True)
-            page = await desk.history("main", HistoryFilter(limit=1))
+            page = await client.read_history("main", HistoryFilter(limit=1))
             assert (page.total, page.has_more, page.next_cursor) == (2, True, "2")
-            assert [session.key for session in (await desk.list(ListFilter())).sessions] == [view.key]
-            renewed = await desk.renew("main")
+            assert [session.key for session in (await client.list_sessions(ListFilter())).sessions] == [
+                view.key
+            ]
+            renewed = await client.renew("main")
             assert renewed.session_id != view.session_id
-            assert (await desk.stop("main")).run_ids == []
+            assert (await client.stop("main")).run_ids == []
 
 
 async def test_histories_page_both_ways(program: Program) -> None:
     with up(program) as gateway:
-        async with client(program, gateway.url) as desk:
+        async with make_client(program, gateway.url) as client:
             for number in range(3):
-                await desk.submit(
+                await client.submit(
                     IncomingMessage(session="main", content=f"say {number}", idempotency_key=str(number))
                 )
-            await desk.wait("2", BOUND)
-            newest = await desk.history("main", HistoryFilter(limit=4))
+            await client.wait("2", BOUND)
+            newest = await client.read_history("main", HistoryFilter(limit=4))
             assert ([item["seq"] for item in newest.messages], newest.next_cursor) == ([3, 4, 5, 6], "3")
-            older = await desk.history("main", HistoryFilter(limit=4, before=3))
+            older = await client.read_history("main", HistoryFilter(limit=4, before=3))
             assert ([item["seq"] for item in older.messages], older.has_more) == ([1, 2], False)
-            later = await desk.history("main", HistoryFilter(limit=4, after=1))
+            later = await client.read_history("main", HistoryFilter(limit=4, after=1))
             assert ([item["seq"] for item in later.messages], later.next_cursor) == ([2, 3, 4, 5], "5")
             assert "__openclaw" not in newest.messages[0]
-            asked = await desk.history("main", HistoryFilter(roles=("user",), since=1))
+            asked = await client.read_history("main", HistoryFilter(roles=("user",), since=1))
             assert [item["seq"] for item in asked.messages] == [1, 3, 5]
-            assert (await desk.history("main", HistoryFilter(errors=True))).messages == []
+            assert (await client.read_history("main", HistoryFilter(errors=True))).messages == []
 
 
 @pytest.mark.requirement("G43")
 async def test_what_was_said_to_whom(program: Program) -> None:
     with up(program) as gateway:
-        async with client(program, gateway.url) as desk:
-            assert (await desk.exchanges(None, unsettled=False, limit=1)).exchanges == []
-            other = (await desk.open("agent:main:direct:other")).key
-            await desk.open("main")
+        async with make_client(program, gateway.url) as client:
+            assert (await client.list_exchanges(None, unsettled=False, limit=1)).exchanges == []
+            other = (await client.open("agent:main:direct:other")).key
+            await client.open("main")
             for number in (1, 2):
                 wanted = SendRequest(
                     session=other,
@@ -108,21 +110,21 @@ async def test_what_was_said_to_whom(program: Program) -> None:
                     reply_back=0,
                     idempotency_key=f"k{number}",
                 )
-                assert (await desk.send(wanted, "main")).reply == str(number)
-            first = await desk.exchanges("main", unsettled=False, limit=1)
+                assert (await client.send(wanted, "main")).reply == str(number)
+            first = await client.list_exchanges("main", unsettled=False, limit=1)
             [exchange] = first.exchanges
             assert (exchange.id, exchange.requester_session_key) == ("k2", "agent:main:main")
             assert (exchange.target_session_key, exchange.message) == (other, "say 2")
-            rest = await desk.exchanges(None, unsettled=False, limit=5, cursor=first.next_cursor)
+            rest = await client.list_exchanges(None, unsettled=False, limit=5, cursor=first.next_cursor)
             assert ([exchange.id for exchange in rest.exchanges], rest.next_cursor) == (["k1"], None)
-            assert (await desk.exchanges(other, unsettled=True, limit=5)).exchanges == []
+            assert (await client.list_exchanges(other, unsettled=True, limit=5)).exchanges == []
 
 
 async def test_a_feed_tells_words_then_the_message_then_the_end(program: Program) -> None:
     with up(program) as gateway:
-        async with client(program, gateway.url) as desk, aclosing(desk.follow("main", 0)) as feed:
+        async with make_client(program, gateway.url) as client, aclosing(client.follow("main", 0)) as feed:
             heard = asyncio.create_task(until(feed, ends("k1")))
-            await desk.submit(
+            await client.submit(
                 IncomingMessage(session="main", content="slow 0.3 one two", idempotency_key="k1")
             )
             events = await heard
@@ -139,16 +141,16 @@ async def test_a_feed_tells_words_then_the_message_then_the_end(program: Program
 async def test_a_feed_goes_on_over_a_kill_without_gap_or_repeat(program: Program) -> None:
     """Killed in the middle of an answer, and started again on the same port."""
     with up(program) as first:
-        async with client(program, first.url) as desk, aclosing(desk.follow("main", 0)) as feed:
+        async with make_client(program, first.url) as client, aclosing(client.follow("main", 0)) as feed:
             heard = asyncio.create_task(until(feed, ends("k2")))
-            await desk.submit(IncomingMessage(session="main", content="say one", idempotency_key="k1"))
-            await desk.wait("k1", BOUND)
-            await desk.submit(
+            await client.submit(IncomingMessage(session="main", content="say one", idempotency_key="k1"))
+            await client.wait("k1", BOUND)
+            await client.submit(
                 IncomingMessage(session="main", content="slow 2 two words", idempotency_key="k2")
             )
             first.stop(signal.SIGKILL)
             with await asyncio.to_thread(Running, program, first.port) as second:
-                view = await desk.wait("k2", BOUND)
+                view = await client.wait("k2", BOUND)
                 events = await heard
                 assert second.url == first.url
     assert (view.state, view.reply) == ("ok", "two words")
@@ -171,12 +173,12 @@ class Running:
 
 async def test_a_new_conversation_is_told_and_followed(program: Program) -> None:
     with up(program) as gateway:
-        async with client(program, gateway.url) as desk, aclosing(desk.follow("main", 0)) as feed:
+        async with make_client(program, gateway.url) as client, aclosing(client.follow("main", 0)) as feed:
             heard = asyncio.create_task(until(feed, ends("k2")))
-            await desk.submit(IncomingMessage(session="main", content="say one", idempotency_key="k1"))
-            await desk.wait("k1", BOUND)
-            fresh = await desk.renew("main")
-            await desk.submit(IncomingMessage(session="main", content="say two", idempotency_key="k2"))
+            await client.submit(IncomingMessage(session="main", content="say one", idempotency_key="k1"))
+            await client.wait("k1", BOUND)
+            fresh = await client.renew("main")
+            await client.submit(IncomingMessage(session="main", content="say two", idempotency_key="k2"))
             events = await heard
     assert seqs(events) == [1, 2, 1, 2]
     renewed = [event for event in events if isinstance(event, SessionChanged)]
@@ -185,14 +187,14 @@ async def test_a_new_conversation_is_told_and_followed(program: Program) -> None
 
 async def test_a_stopped_run_says_so_itself(program: Program) -> None:
     with up(program) as gateway:
-        async with client(program, gateway.url) as desk, aclosing(desk.follow("main", 0)) as feed:
+        async with make_client(program, gateway.url) as client, aclosing(client.follow("main", 0)) as feed:
             begun = asyncio.create_task(until(feed, lambda event: isinstance(event, Delta)))
-            await desk.submit(
+            await client.submit(
                 IncomingMessage(session="main", content="slow 30 a b c d e f", idempotency_key="k1")
             )
             await begun
-            assert await desk.unfinished("main") == ["k1"]
-            assert (await desk.stop("main", "k1")).run_ids == ["k1"]
+            assert await client.list_unfinished("main") == ["k1"]
+            assert (await client.stop("main", "k1")).run_ids == ["k1"]
             rest = await until(feed, lambda event: isinstance(event, RunChanged))
     assert isinstance(rest[-1], RunChanged)
     assert rest[-1].state == "cancelled"
@@ -200,16 +202,16 @@ async def test_a_stopped_run_says_so_itself(program: Program) -> None:
 
 async def test_refusals_are_the_errors_they_were(program: Program) -> None:
     with up(program) as gateway:
-        async with client(program, gateway.url) as desk:
+        async with make_client(program, gateway.url) as client:
             with pytest.raises(errors.NotFound):
-                await desk.describe("agent:main:nowhere")
+                await client.describe("agent:main:nowhere")
             with pytest.raises(errors.InvalidInput) as empty:
-                await desk.submit(IncomingMessage(session="main", content=" "))
+                await client.submit(IncomingMessage(session="main", content=" "))
             assert empty.value.exit_code == 2
             with pytest.raises(errors.InvalidInput):
-                await desk.call("no.such.method")
+                await client.call("no.such.method")
         with pytest.raises(errors.Unauthorized) as stranger:
-            async with client(program, gateway.url, "wrong"):
+            async with make_client(program, gateway.url, "wrong"):
                 pass
         assert stranger.value.exit_code == 4
         assert "wrong" not in repr(Site(gateway.url, "wrong"))
@@ -217,7 +219,7 @@ async def test_refusals_are_the_errors_they_were(program: Program) -> None:
 
 async def test_nobody_there(program: Program) -> None:
     with pytest.raises(GatewayUnreachable) as nobody:
-        async with client(program, "ws://127.0.0.1:1", "x"):
+        async with make_client(program, "ws://127.0.0.1:1", "x"):
             pass
     assert nobody.value.exit_code == 5
     assert "antiphon up" in nobody.value.hint
@@ -256,8 +258,8 @@ async def pretended(
         async def find() -> Site:
             return Site(f"ws://{host}:{port}", None)
 
-        async with asyncio.timeout(BOUND), Client(find) as desk:
-            yield desk, asked
+        async with asyncio.timeout(BOUND), Client(find) as client:
+            yield client, asked
 
 
 async def answer(socket: ServerConnection, request: Json, payload: Json) -> None:
@@ -279,9 +281,9 @@ async def test_what_is_too_large_is_not_asked_again(
     behave: Behaviour, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "MAX_FRAME_BYTES", 5000)
-    async with pretended(behave) as (desk, asked):
+    async with pretended(behave) as (client, asked):
         with pytest.raises(errors.TooLarge):
-            await desk.call("sessions.list")
+            await client.call("sessions.list")
         assert [request["method"] for request in asked] == ["connect", "sessions.list"]
 
 
@@ -307,8 +309,8 @@ async def test_a_listener_that_lags_too_far_behind_loses_the_connection(
             await socket.send(msgspec.json.encode(message(number)), text=True)
         await answer(socket, request, {})
 
-    async with pretended(behave) as (desk, _):
-        linked = await connection.GatewayConnection.open(desk.site)
+    async with pretended(behave) as (client, _):
+        linked = await connection.GatewayConnection.open(client.site)
         with linked.listen() as heard:
             with pytest.raises(GatewayUnreachable, match="faster than they were taken"):
                 await linked.request("any", {})
@@ -328,7 +330,7 @@ async def test_a_feed_that_lags_resumes_without_gap_or_repeat(monkeypatch: pytes
         for number in range(request["params"]["afterSeq"] + 1, count + 1):
             await socket.send(msgspec.json.encode(message(number)), text=True)
 
-    async with pretended(behave) as (desk, asked), aclosing(desk.follow("main", 0)) as feed:
+    async with pretended(behave) as (client, asked), aclosing(client.follow("main", 0)) as feed:
         told = await until(feed, lambda event: isinstance(event, MessageAppended) and event.seq == count)
     assert seqs(told) == list(range(1, count + 1))
     assert len([request for request in asked if request["method"] == "connect"]) > 1
@@ -341,16 +343,16 @@ async def test_a_feed_that_is_told_too_much_at_once_ends(monkeypatch: pytest.Mon
         await answer(socket, request, {"key": "agent:main:main", "sessionId": "s", "lastSeq": 0})
         await socket.send(" " * 10_000)
 
-    async with pretended(behave) as (desk, asked):
+    async with pretended(behave) as (client, asked):
         with pytest.raises(errors.TooLarge):
-            await anext(desk.follow("main", 0))
+            await anext(client.follow("main", 0))
         assert [request["method"] for request in asked] == ["connect", "sessions.messages.subscribe"]
 
 
 async def test_a_request_that_a_gateway_would_not_take_is_not_sent() -> None:
-    async with pretended(refuse, {"policy": {"maxPayload": 1000}}) as (desk, asked):
+    async with pretended(refuse, {"policy": {"maxPayload": 1000}}) as (client, asked):
         with pytest.raises(errors.TooLarge) as large:
-            await desk.submit(IncomingMessage(session="main", content="é" * 500))
+            await client.submit(IncomingMessage(session="main", content="é" * 500))
         assert large.value.data["max"] == 1000
         assert len(asked) == 1
 
@@ -361,9 +363,9 @@ async def accept(socket: ServerConnection, request: Json) -> None:
 
 
 async def test_how_much_to_think_is_sent_along() -> None:
-    async with pretended(accept) as (desk, asked):
-        await desk.submit(IncomingMessage(session="main", content="hello", thinking="high"))
-        await desk.submit(IncomingMessage(session="main", content="hello", origin="agent"))
+    async with pretended(accept) as (client, asked):
+        await client.submit(IncomingMessage(session="main", content="hello", thinking="high"))
+        await client.submit(IncomingMessage(session="main", content="hello", origin="agent"))
     assert [request["params"].get("thinking") for request in asked[1:]] == ["high", None]
 
 
@@ -378,9 +380,9 @@ async def test_how_much_to_think_is_sent_along() -> None:
     ],
 )
 async def test_what_cannot_be_carried_is_refused_by_name(field: str, value: Any) -> None:
-    async with pretended(accept) as (desk, asked):
+    async with pretended(accept) as (client, asked):
         with pytest.raises(errors.InvalidInput, match=field) as refused:
-            await desk.submit(
+            await client.submit(
                 msgspec.structs.replace(IncomingMessage(session="main", content="hello"), **{field: value})
             )
         assert refused.value.data["field"] == field

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from test_client import client
+from test_client import make_client
 
 from antiphon.client import Client
 from antiphon.engine.runs import context
@@ -36,13 +36,13 @@ async def conversing(program: Program, config: dict[str, Any]) -> AsyncGenerator
     """A client of a gateway with this configuration."""
     program.configure(config)
     with up(program) as gateway:
-        async with client(program, gateway.url) as desk:
-            yield desk
+        async with make_client(program, gateway.url) as client:
+            yield client
 
 
-async def ask(desk: Client, text: str, session: str = "main") -> RunView:
-    accepted = await desk.submit(IncomingMessage(session=session, content=text))
-    return await desk.wait(accepted.run_id, BOUND)
+async def ask(client: Client, text: str, session: str = "main") -> RunView:
+    accepted = await client.submit(IncomingMessage(session=session, content=text))
+    return await client.wait(accepted.run_id, BOUND)
 
 
 @pytest.mark.requirement("W8")
@@ -52,14 +52,14 @@ async def test_a_stopped_or_failed_question_is_not_glued_to_the_next_one(program
         refusal = Failure(status=400, body={"error": {"message": "no"}})
         provider.script(Answer(text=("x",), hold_after=0), refusal)
         base = f"{provider.url}/v1" if api == "openai-completions" else provider.url
-        async with conversing(program, settings(provider.url, api=api, baseUrl=base)) as desk:
-            stopped = await desk.submit(IncomingMessage(session="main", content="LONG"))
+        async with conversing(program, settings(provider.url, api=api, baseUrl=base)) as client:
+            stopped = await client.submit(IncomingMessage(session="main", content="LONG"))
             async with asyncio.timeout(BOUND):
                 await provider.arrived.wait()
-            await desk.stop("main")
-            assert (await desk.wait(stopped.run_id, BOUND)).state == "cancelled"
-            assert (await ask(desk, "REFUSED")).state == "error"
-            assert (await ask(desk, "NEXT")).reply == "Hello there."
+            await client.stop("main")
+            assert (await client.wait(stopped.run_id, BOUND)).state == "cancelled"
+            assert (await ask(client, "REFUSED")).state == "error"
+            assert (await ask(client, "NEXT")).reply == "Hello there."
         messages = [m for m in provider.bodies[-1]["messages"] if m["role"] != "system"]
         said = [(m["role"], _text(m["content"])) for m in messages]
         assert said == [
@@ -132,10 +132,13 @@ async def test_a_flood_takes_neither_memory_nor_the_time_of_others(
         program.configure(config)
         with up(program) as gateway:
             process = psutil.Process(gateway.process.pid)
-            async with client(program, gateway.url) as desk, client(program, gateway.url) as other:
-                assert (await ask(desk, "first")).reply == "hi"
+            async with (
+                make_client(program, gateway.url) as client,
+                make_client(program, gateway.url) as other,
+            ):
+                assert (await ask(client, "first")).reply == "hi"
                 before = process.memory_info().rss
-                flood = asyncio.create_task(ask(desk, "flood"))
+                flood = asyncio.create_task(ask(client, "flood"))
                 longest, most = await _watch(flood, other, process)
                 view = await flood
     assert view.state == "error"

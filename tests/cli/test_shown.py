@@ -29,11 +29,11 @@ def is_hidden(text: str) -> bool:
     return text.strip("`") in {"REPLY_SKIP", "ANNOUNCE_SKIP"} or "announce step." in text
 
 
-async def settled(desk: Client) -> None:
+async def settled(client: Client) -> None:
     async with asyncio.timeout(BOUND):
         while any(
             each["phase"] != "settled" or each.get("announced") == "pending"
-            for each in (await desk.call("exchanges.list", {}))["exchanges"]
+            for each in (await client.call("exchanges.list", {}))["exchanges"]
         ):
             pass
 
@@ -45,26 +45,26 @@ async def test_tokens_and_step_prompts_are_in_the_raw_history_and_nowhere_else(p
         async def find() -> Site:
             return Site(gateway.url, token(program))
 
-        async with asyncio.timeout(4 * BOUND), Client(find) as desk:
+        async with asyncio.timeout(4 * BOUND), Client(find) as client:
             for key, message in (
                 (HELPER, "say say pong\nannounce `ANNOUNCE_SKIP`"),
                 (MAIN, "say x\nannounce news"),
             ):
                 other = MAIN if key == HELPER else HELPER
                 asked = {"key": key, "message": message, "fromSessionKey": other, "timeoutSeconds": 30}
-                assert (await desk.call("sessions.send", asked))["status"] == "ok"
-                await settled(desk)
-            raw = {key: await everything(desk, key) for key in (MAIN, HELPER)}
+                assert (await client.call("sessions.send", asked))["status"] == "ok"
+                await settled(client)
+            raw = {key: await everything(client, key) for key in (MAIN, HELPER)}
             for key, items in raw.items():
                 assert [item["seq"] for item in items] == [*range(1, len(items) + 1)]
                 assert any("announce step" in words(item) and item["internal"] for item in items)
-                shown = (await desk.call("chat.history", {"sessionKey": key}))["messages"]
+                shown = (await client.call("chat.history", {"sessionKey": key}))["messages"]
                 left = [item["id"] for item in items if "internal" not in item]
                 assert [item["id"] for item in shown] == left and 0 < len(left) < len(items)
                 assert not any(is_hidden(words(item)) for item in shown)
-                paged = [item["id"] for item in await pages(desk, key)]
+                paged = [item["id"] for item in await pages(client, key)]
                 assert paged == left
-                preview = await desk.call("sessions.preview", {"keys": [key]})
+                preview = await client.call("sessions.preview", {"keys": [key]})
                 [previewed] = preview["previews"]
                 assert previewed["items"] and not any(is_hidden(item["text"]) for item in previewed["items"])
             assert {"REPLY_SKIP", "`ANNOUNCE_SKIP`"} <= {words(item) for item in [*raw[MAIN], *raw[HELPER]]}
@@ -76,17 +76,17 @@ async def test_tokens_and_step_prompts_are_in_the_raw_history_and_nowhere_else(p
         assert "helper> `ANNOUNCE_SKIP`" in complete and "announce step>" in complete
 
 
-async def everything(desk: Client, key: str) -> list[dict[str, Any]]:
-    page = await desk.call("sessions.history", {"key": key, "includeTools": True, "limit": 1000})
+async def everything(client: Client, key: str) -> list[dict[str, Any]]:
+    page = await client.call("sessions.history", {"key": key, "includeTools": True, "limit": 1000})
     return page["messages"]
 
 
-async def pages(desk: Client, key: str) -> list[dict[str, Any]]:
+async def pages(client: Client, key: str) -> list[dict[str, Any]]:
     """The same, an entry at a time."""
     found: list[dict[str, Any]] = []
     more: dict[str, Any] = {}
     while True:
-        page = await desk.call("chat.history", {"sessionKey": key, "limit": 1, **more})
+        page = await client.call("chat.history", {"sessionKey": key, "limit": 1, **more})
         found = [*page["messages"], *found]
         if not page["hasMore"]:
             return found

@@ -30,12 +30,12 @@ class Backend(Protocol):
 
     async def submit(self, message: IncomingMessage) -> views.MessageReceipt: ...
     async def wait(self, run_id: str, timeout: float) -> views.RunView: ...
-    async def unfinished(self, session: str) -> list[str]: ...
+    async def list_unfinished(self, session: str) -> list[str]: ...
     async def stop(self, session: str, run_id: str | None = None) -> StopView: ...
-    async def list(self, wanted: ListFilter) -> views.SessionPage: ...
+    async def list_sessions(self, filters: ListFilter) -> views.SessionPage: ...
     async def describe(self, session: str) -> views.SessionView: ...
-    async def history(self, session: str, wanted: HistoryFilter) -> views.HistoryPage: ...
-    async def conversations(self, session: str) -> list[views.ConversationView]: ...
+    async def read_history(self, session: str, filters: HistoryFilter) -> views.HistoryPage: ...
+    async def list_conversations(self, session: str) -> list[views.ConversationView]: ...
     async def search(
         self, query: str, *, session: str | None, agent_id: str | None, limit: int
     ) -> views.SearchPage: ...
@@ -43,21 +43,21 @@ class Backend(Protocol):
     async def open(self, session: str) -> views.SessionView: ...
     async def renew(self, session: str, expected: str | None = None) -> views.SessionView: ...
     async def restore(self, session_id: str) -> views.SessionView: ...
-    async def label(self, session: str, text: str | None) -> views.SessionView: ...
+    async def set_label(self, session: str, text: str | None) -> views.SessionView: ...
     async def delete(self, session: str, expected: str) -> bool: ...
-    async def send(self, wanted: SendRequest, requester: str) -> views.SendResult: ...
-    async def spawn(self, wanted: SpawnRequest, requester: str) -> views.SpawnResult: ...
-    async def tasks(self, session: str) -> list[views.TaskView]: ...
-    async def task_report(self, run_id: str) -> str | None: ...
-    async def roster(self) -> list[views.AgentCard]: ...
-    async def exchanges(
+    async def send(self, request: SendRequest, requester: str) -> views.SendResult: ...
+    async def spawn(self, request: SpawnRequest, requester: str) -> views.SpawnResult: ...
+    async def list_subagents(self, session: str) -> list[views.TaskView]: ...
+    async def get_report(self, run_id: str) -> str | None: ...
+    async def list_agents(self) -> list[views.AgentCard]: ...
+    async def list_exchanges(
         self, session: str | None, *, unsettled: bool, limit: int, cursor: str | None = None
     ) -> views.ExchangePage: ...
-    async def exchange(self, reference: str) -> views.ExchangeDetail: ...
-    async def deliveries(
+    async def get_exchange(self, reference: str) -> views.ExchangeDetail: ...
+    async def list_deliveries(
         self, state: str | None, limit: int, cursor: str | None = None
     ) -> views.DeliveryPage: ...
-    async def deliver_again(self, key: str) -> views.DeliveryView: ...
+    async def retry_delivery(self, key: str) -> views.DeliveryView: ...
 
 
 class LocalBackend:
@@ -75,22 +75,22 @@ class LocalBackend:
     async def wait(self, run_id: str, timeout: float) -> views.RunView:
         return await self._operations.runs.wait(self._caller, run_id, timeout)
 
-    async def unfinished(self, session: str) -> list[str]:
+    async def list_unfinished(self, session: str) -> list[str]:
         return await self._operations.runs.list_unfinished(self._caller, session)
 
     async def stop(self, session: str, run_id: str | None = None) -> StopView:
         return await self._operations.runs.stop(self._caller, session, run_id)
 
-    async def list(self, wanted: ListFilter) -> views.SessionPage:
-        return await self._operations.sessions.list(self._caller, wanted)
+    async def list_sessions(self, filters: ListFilter) -> views.SessionPage:
+        return await self._operations.sessions.list(self._caller, filters)
 
     async def describe(self, session: str) -> views.SessionView:
         return await self._operations.sessions.describe(self._caller, session)
 
-    async def history(self, session: str, wanted: HistoryFilter) -> views.HistoryPage:
-        return await self._operations.transcripts.read(self._caller, session, wanted)
+    async def read_history(self, session: str, filters: HistoryFilter) -> views.HistoryPage:
+        return await self._operations.transcripts.read(self._caller, session, filters)
 
-    async def conversations(self, session: str) -> list[views.ConversationView]:
+    async def list_conversations(self, session: str) -> list[views.ConversationView]:
         return await self._operations.conversations.list(self._caller, session)
 
     async def search(
@@ -112,7 +112,7 @@ class LocalBackend:
     async def restore(self, session_id: str) -> views.SessionView:
         return await self._operations.conversations.restore(self._caller, session_id)
 
-    async def label(self, session: str, text: str | None) -> views.SessionView:
+    async def set_label(self, session: str, text: str | None) -> views.SessionView:
         from antiphon.operations.types import SessionPatch
 
         return await self._operations.sessions.patch(self._caller, session, SessionPatch(label=text))
@@ -120,37 +120,37 @@ class LocalBackend:
     async def delete(self, session: str, expected: str) -> bool:
         return await self._operations.sessions.delete(self._caller, session, expected=expected)
 
-    async def send(self, wanted: SendRequest, requester: str) -> views.SendResult:
-        return await self._operations.exchanges.send(self._caller, wanted, requester=requester)
+    async def send(self, request: SendRequest, requester: str) -> views.SendResult:
+        return await self._operations.exchanges.send(self._caller, request, requester=requester)
 
-    async def spawn(self, wanted: SpawnRequest, requester: str) -> views.SpawnResult:
-        return await self._operations.subagents.spawn(self._caller, wanted, requester=requester)
+    async def spawn(self, request: SpawnRequest, requester: str) -> views.SpawnResult:
+        return await self._operations.subagents.spawn(self._caller, request, requester=requester)
 
-    async def tasks(self, session: str) -> list[views.TaskView]:
+    async def list_subagents(self, session: str) -> list[views.TaskView]:
         return await self._operations.subagents.list(self._caller, session)
 
-    async def task_report(self, run_id: str) -> str | None:
+    async def get_report(self, run_id: str) -> str | None:
         return await self._operations.subagents.get_report(self._caller, run_id)
 
-    async def roster(self) -> list[views.AgentCard]:
+    async def list_agents(self) -> list[views.AgentCard]:
         return await self._operations.agents.list(self._caller)
 
-    async def exchanges(
+    async def list_exchanges(
         self, session: str | None, *, unsettled: bool, limit: int, cursor: str | None = None
     ) -> views.ExchangePage:
         return await self._operations.exchanges.list(
             self._caller, session, unsettled=unsettled, limit=limit, cursor=cursor
         )
 
-    async def exchange(self, reference: str) -> views.ExchangeDetail:
+    async def get_exchange(self, reference: str) -> views.ExchangeDetail:
         return await self._operations.exchanges.get(self._caller, reference)
 
-    async def deliveries(
+    async def list_deliveries(
         self, state: str | None, limit: int, cursor: str | None = None
     ) -> views.DeliveryPage:
         return await self._operations.deliveries.list(self._caller, state, limit, cursor)
 
-    async def deliver_again(self, key: str) -> views.DeliveryView:
+    async def retry_delivery(self, key: str) -> views.DeliveryView:
         return await self._operations.deliveries.retry(self._caller, key)
 
 
@@ -170,13 +170,13 @@ def make_gateway_client(
     if settings.named_gateways:
         return Client.of_replicas(find_named_gateways(settings), on_change)
 
-    async def again() -> Site:
+    async def find_site() -> Site:
         found = find_gateway(settings)
         if found is None:
             raise build_unreachable_error(site, "it is not running")
         return found
 
-    return Client(again, on_change)
+    return Client(find_site, on_change)
 
 
 async def remember_replicas(settings: Settings, client: Client | None) -> None:
@@ -190,26 +190,26 @@ async def remember_replicas(settings: Settings, client: Client | None) -> None:
 
 
 @asynccontextmanager
-async def _suggest_similar_session(desk: Backend) -> AsyncGenerator[None]:
+async def _suggest_similar_session(backend: Backend) -> AsyncGenerator[None]:
     """Suggest a similarly named session in the error for one that does not exist."""
     try:
         yield
     except NotFound as error:
         reference = error.data.get("reference")
-        if isinstance(reference, str) and (meant := await _find_similar_session(desk, reference)):
+        if isinstance(reference, str) and (meant := await _find_similar_session(backend, reference)):
             raise NotFound(error.what, f"Did you mean {meant!r}? {error.hint}", **error.data) from error
         raise
 
 
-async def _find_similar_session(desk: Backend, reference: str) -> str | None:
+async def _find_similar_session(backend: Backend, reference: str) -> str | None:
     """The session whose key, label or agent id is most similar to the reference; None if none is."""
     from difflib import get_close_matches
 
     from antiphon.operations.types import ListFilter
 
     try:
-        rows = (await desk.list(ListFilter(limit=MAX_SESSIONS_COMPARED))).sessions
-        names = {card.id: f"agent:{card.id}:main" for card in await desk.roster()}
+        rows = (await backend.list_sessions(ListFilter(limit=MAX_SESSIONS_COMPARED))).sessions
+        names = {card.id: f"agent:{card.id}:main" for card in await backend.list_agents()}
     except AntiphonError:  # report the first error instead
         return None
     names |= {row.key.split(":", 2)[-1]: row.key for row in rows if ":subagent:" not in row.key}
@@ -233,9 +233,9 @@ async def open_backend_for_reading(settings: Settings) -> AsyncGenerator[Backend
     async with open_operations_readonly(
         settings.load_config_lazily(), settings.paths.state_dir
     ) as operations:
-        desk = LocalBackend(operations)
-        async with _suggest_similar_session(desk):
-            yield desk
+        backend = LocalBackend(operations)
+        async with _suggest_similar_session(backend):
+            yield backend
 
 
 @asynccontextmanager
@@ -245,8 +245,8 @@ async def open_backend_for_search(settings: Settings) -> AsyncGenerator[Backend]
         # The answer reports that the index is incomplete.
         with suppress(StoreFull, StoreLocked, StoreReadOnly):
             await _index_new_messages(settings)
-    async with open_backend_for_reading(settings) as desk:
-        yield desk
+    async with open_backend_for_reading(settings) as backend:
+        yield backend
 
 
 async def _index_new_messages(settings: Settings) -> None:
@@ -286,9 +286,9 @@ async def open_backend_for_changes(settings: Settings) -> AsyncGenerator[Backend
         check_exists(home.database)
     await require_no_live_replicas(config, home.path)
     async with open_store_exclusive(config, home.path) as store:
-        desk = LocalBackend(create_operations(config, store, home))
-        async with _suggest_similar_session(desk):
-            yield desk
+        backend = LocalBackend(create_operations(config, store, home))
+        async with _suggest_similar_session(backend):
+            yield backend
 
 
 @asynccontextmanager
@@ -308,6 +308,6 @@ async def open_backend_for_messages(
     await require_no_live_replicas(loaded.config, settings.paths.state_dir)
     configure_logging(settings.paths.state_dir, debug=settings.debug)
     async with open_app_operations(loaded.config, settings.paths.state_dir) as operations:
-        desk = LocalBackend(operations)
-        async with _suggest_similar_session(desk):
-            yield desk, None
+        backend = LocalBackend(operations)
+        async with _suggest_similar_session(backend):
+            yield backend, None

@@ -1,4 +1,8 @@
-"""The backend of `antiphon cron`: the running gateway, or the store itself if none runs."""
+"""The backend of `antiphon cron`, the jobs' counterpart of `_backend`: the running gateway, or the store itself.
+
+Separate because only `cron` needs the types of jobs, and because jobs can be added to a directory that has no database
+yet, or to a shared store whose gateways keep running.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +63,7 @@ class _GatewayJobBackend:
         return msgspec.convert(done["entries"], list[RunView])
 
 
-class _StoreJobBackend:
+class _LocalJobBackend:
     def __init__(self, jobs: JobOperations) -> None:
         self._jobs = jobs
         self._caller = Caller.operator()
@@ -80,9 +84,9 @@ class _StoreJobBackend:
         return await self._jobs.list_runs(self._caller, job_id, limit)
 
 
-async def find_job(timetable: JobBackend, reference: str) -> JobView:
+async def find_job(backend: JobBackend, reference: str) -> JobView:
     """Return the job with this id or name, or the only one whose id or name begins with it."""
-    jobs = await timetable.list()
+    jobs = await backend.list()
     return find_by_name(reference, jobs, lambda job: (job.id, job.name), "job", "See `antiphon cron list`.")
 
 
@@ -97,7 +101,7 @@ async def open_jobs_for_reading(settings: Settings) -> AsyncGenerator[JobBackend
 
     config = settings.load_config_lazily()
     async with open_operations_readonly(config, settings.paths.state_dir) as operations:
-        yield _StoreJobBackend(operations.jobs)
+        yield _LocalJobBackend(operations.jobs)
 
 
 @asynccontextmanager
@@ -112,7 +116,7 @@ async def open_jobs_for_changes(settings: Settings) -> AsyncGenerator[JobBackend
 
     config, home = settings.load().config, StateDir.open_unlocked(settings.paths.state_dir)
     async with open_store_exclusive(config, home.path) as store:
-        yield _StoreJobBackend(create_operations(config, store, home).jobs)
+        yield _LocalJobBackend(create_operations(config, store, home).jobs)
 
 
 async def fire_job(settings: Settings, reference: str) -> JobFireResult:
@@ -130,7 +134,7 @@ async def fire_job(settings: Settings, reference: str) -> JobFireResult:
     await require_no_live_replicas(config, settings.paths.state_dir)
     configure_logging(settings.paths.state_dir, debug=settings.debug)
     async with open_app(config, settings.paths.state_dir) as opened:
-        job_id = (await find_job(_StoreJobBackend(opened.operations.jobs), reference)).id
+        job_id = (await find_job(_LocalJobBackend(opened.operations.jobs), reference)).id
         view = await opened.operations.jobs.run(Caller.operator(), job_id)
         if view.run_id:
             await wait_for_run_end(LocalBackend(opened.operations), view.run_id)

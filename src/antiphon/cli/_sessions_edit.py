@@ -38,7 +38,7 @@ async def _set_label(settings: Settings, key: str, text: str | None) -> SessionV
     from antiphon.cli._backend import open_backend_for_changes
 
     async with open_backend_for_changes(settings) as backend:
-        return await backend.label((await backend.describe(key)).key, text)
+        return await backend.set_label((await backend.describe(key)).key, text)
 
 
 @click.command()
@@ -124,7 +124,7 @@ async def _load_deletable_session(settings: Settings, reference: str) -> Session
     from antiphon.operations import validation
 
     async with open_backend_for_reading(settings) as backend:
-        named = await backend.history(reference, HistoryFilter(limit=1))
+        named = await backend.read_history(reference, HistoryFilter(limit=1))
         session = await backend.describe(named.session_key)
     if named.session_id != session.session_id:
         raise validation.build_conversation_ended_error(reference)

@@ -66,7 +66,7 @@ async def wait_until_idle(backend: Backend, *sessions: str) -> None:
 
     Each step of an exchange queues the next one when it ends, so a session is not idle between them.
     """
-    while runs := [run for session in sessions for run in await backend.unfinished(session)]:
+    while runs := [run for session in sessions for run in await backend.list_unfinished(session)]:
         await wait_for_run_end(backend, runs[0])
     await _wait_for_deliveries(backend)
 
@@ -74,7 +74,7 @@ async def wait_until_idle(backend: Backend, *sessions: str) -> None:
 async def _wait_for_deliveries(backend: Backend) -> None:
     until = asyncio.get_running_loop().time() + DELIVERY_WAIT_SECONDS
     while asyncio.get_running_loop().time() < until:
-        standing = (await backend.deliveries(None, 1)).standing
+        standing = (await backend.list_deliveries(None, 1)).standing
         if not standing.get("pending") and not standing.get("sending"):
             return
         await asyncio.sleep(POLL_SECONDS)
@@ -84,7 +84,7 @@ async def wait_for_delivery(backend: Backend, delivery: DeliveryView) -> Deliver
     """Wait until a retried delivery was sent or failed, for a few seconds at most; return its current state."""
     until = asyncio.get_running_loop().time() + DELIVERY_WAIT_SECONDS
     while True:
-        page = await backend.deliveries(None, DELIVERY_PAGE_ROWS)
+        page = await backend.list_deliveries(None, DELIVERY_PAGE_ROWS)
         now = next((found for found in page.deliveries if found.key == delivery.key), delivery)
         if now.state not in {"pending", "sending"} or asyncio.get_running_loop().time() > until:
             return now
@@ -102,7 +102,7 @@ async def wait_for_task(
     until = None if seconds is None else loop.time() + seconds
     phase = None
     while True:
-        task = next((task for task in await backend.tasks(session) if task.run_id == run_id), None)
+        task = next((task for task in await backend.list_subagents(session) if task.run_id == run_id), None)
         if task is None:
             return None
         if task.phase != phase:

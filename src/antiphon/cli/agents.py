@@ -49,7 +49,7 @@ async def _load_agent_cards(settings: Settings) -> list[AgentCard]:
 
     if client := make_gateway_client(settings):
         async with client:
-            return await client.roster()
+            return await client.list_agents()
     from antiphon.engine.sessions.resolver import SessionResolver
     from antiphon.operations.agents import AgentDirectory
 

@@ -67,7 +67,7 @@ async def _load_page(settings: Settings, state: str | None, limit: int, cursor: 
     from antiphon.cli._backend import open_backend_for_reading
 
     async with open_backend_for_reading(settings) as backend:
-        return await backend.deliveries(state, limit, cursor)
+        return await backend.list_deliveries(state, limit, cursor)
 
 
 def _print_page(page: DeliveryPage) -> None:
@@ -124,4 +124,4 @@ async def _retry_delivery(settings: Settings, key: str) -> DeliveryView:
     from antiphon.cli._wait import wait_for_delivery
 
     async with open_backend_for_messages(settings) as (backend, _):
-        return await wait_for_delivery(backend, await backend.deliver_again(key))
+        return await wait_for_delivery(backend, await backend.retry_delivery(key))

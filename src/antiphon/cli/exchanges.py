@@ -84,7 +84,7 @@ async def _load_detail(settings: Settings, id: str) -> ExchangeDetail:
     from antiphon.cli._backend import open_backend_for_reading
 
     async with open_backend_for_reading(settings) as backend:
-        return await backend.exchange(id)
+        return await backend.get_exchange(id)
 
 
 def _print_detail(detail: ExchangeDetail) -> None:
@@ -113,7 +113,7 @@ async def _load_page(
     from antiphon.cli._backend import open_backend_for_reading
 
     async with open_backend_for_reading(settings) as backend:
-        return await backend.exchanges(session, unsettled=unsettled, limit=limit, cursor=cursor)
+        return await backend.list_exchanges(session, unsettled=unsettled, limit=limit, cursor=cursor)
 
 
 def _print_page(page: ExchangePage) -> None:

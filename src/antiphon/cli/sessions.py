@@ -88,7 +88,7 @@ async def _load_page(settings: Settings, filters: ListFilter) -> SessionPage:
     from antiphon.cli._backend import open_backend_for_reading
 
     async with open_backend_for_reading(settings) as backend:
-        return await backend.list(filters)
+        return await backend.list_sessions(filters)
 
 
 def _print_page(page: SessionPage) -> None:
@@ -195,7 +195,7 @@ async def _load_history(
     from antiphon.cli._backend import open_backend_for_reading
 
     async with open_backend_for_reading(settings) as backend:
-        page = await backend.history(key, filters)
+        page = await backend.read_history(key, filters)
         known = speakers.KnownSpeakers(page.session_key)
         if not settings.json:
             await speakers.look_up_speakers(backend, page.messages, known)
@@ -270,4 +270,4 @@ async def _load_conversations(settings: Settings, key: str) -> list[Conversation
     from antiphon.cli._backend import open_backend_for_reading
 
     async with open_backend_for_reading(settings) as backend:
-        return await backend.conversations(key)
+        return await backend.list_conversations(key)

@@ -199,7 +199,7 @@ async def _wait_for_outcome(
     timeout = None if seconds in {None, math.inf} else seconds
     shown = _ignore_progress if silent else _print_progress
     task = await wait_for_task(backend, requester, run_id, timeout, shown)
-    report = await backend.task_report(run_id)
+    report = await backend.get_report(run_id)
     # The report is still to be delivered, and only this process can do that.
     if hosted and report is not None:
         await wait_until_idle(backend, requester)

@@ -75,7 +75,7 @@ async def _load_tasks(settings: Settings, requester: str) -> list[TaskView]:
     from antiphon.cli._backend import open_backend_for_reading
 
     async with open_backend_for_reading(settings) as backend:
-        return await backend.tasks(requester)
+        return await backend.list_subagents(requester)
 
 
 def _format_row(number: int, task: TaskView) -> list[str]:
@@ -127,13 +127,13 @@ async def _load_report(settings: Settings, target: str, requester: str) -> tuple
 
     async with open_backend_for_reading(settings) as backend:
         try:
-            task = _find_task(target, await backend.tasks(requester))
+            task = _find_task(target, await backend.list_subagents(requester))
         except NotFound as error:
             try:
-                return None, await backend.task_report(target)  # it may have ended too long ago to be listed
+                return None, await backend.get_report(target)  # it may have ended too long ago to be listed
             except NotFound:
                 raise error from None
-        return task, await backend.task_report(task.run_id)
+        return task, await backend.get_report(task.run_id)
 
 
 @command.command()
@@ -158,7 +158,7 @@ async def _kill_tasks(settings: Settings, target: str, requester: str) -> list[T
     from antiphon.cli._backend import open_backend_for_messages
 
     async with open_backend_for_messages(settings) as (backend, gateway):
-        found = await backend.tasks(requester)
+        found = await backend.list_subagents(requester)
         killed = [task for task in found if task.phase != "settled"]
         if target != ALL_TARGET:
             killed = [_check_running(_find_task(target, found))]
@@ -195,7 +195,7 @@ async def _steer_task(settings: Settings, target: str, message: str, requester: 
     if client is None:
         return await _steer_without_gateway(settings, target, message, requester)
     async with client:
-        task = _check_running(_find_task(target, await client.tasks(requester)))
+        task = _check_running(_find_task(target, await client.list_subagents(requester)))
         message_fields = {
             "key": task.child_session_key,
             "message": message,
@@ -219,7 +219,7 @@ async def _steer_without_gateway(
     configure_logging(settings.paths.state_dir, debug=settings.debug)
     async with open_app_operations(config, settings.paths.state_dir) as operations:
         backend = LocalBackend(operations)
-        task = _check_running(_find_task(target, await backend.tasks(requester)))
+        task = _check_running(_find_task(target, await backend.list_subagents(requester)))
         incoming = IncomingMessage(session=task.child_session_key, content=message)
         accepted, _ = await operations.messages.steer(Caller.operator(), incoming)
         await _wait_for_tasks(backend, requester, [task])

@@ -111,14 +111,14 @@ class Client:
     """Client of a gateway. Use it as a context manager; entering it connects."""
 
     def __init__(
-        self, find: Callable[[], Awaitable[Site]], on_change: Callable[[str], None] = _ignore_change
+        self, find_site: Callable[[], Awaitable[Site]], on_change: Callable[[str], None] = _ignore_change
     ) -> None:
         """Create a client that is not connected yet.
 
-        `find` is called before every connection attempt, because a gateway may come back at another address.
+        `find_site` is called before every connection attempt, because a gateway may come back at another address.
         `on_change` is called with a message when the connection is lost and when it is back.
         """
-        self._find_site = find
+        self._find_site = find_site
         self._on_change = on_change
         self._connection: GatewayConnection | None = None
         self._connect_lock = asyncio.Lock()
@@ -173,19 +173,19 @@ class Client:
         params: Json | None = None,
         *,
         seconds: float = RESPONSE_TIMEOUT_SECONDS,
-        again: bool = True,
+        retry: bool = True,
     ) -> Any:
-        """Send a request and return its response; if the connection is lost, send it again unless `again` is False."""
+        """Send a request and return its response; if the connection is lost, send it again unless `retry` is False."""
         loop = asyncio.get_running_loop()
         until = loop.time() + RECONNECT_TIMEOUT_SECONDS + seconds
         while True:
-            link = await self._get_connection()
+            connection = await self._get_connection()
             try:
-                return await link.request(method, params or {}, seconds)
+                return await connection.request(method, params or {}, seconds)
             except GatewayUnreachable:
-                if not again or loop.time() > until:
+                if not retry or loop.time() > until:
                     raise
-                await link.close()  # it may still be open: the gateway does not answer, or is stopping
+                await connection.close()  # it may still be open: the gateway does not answer, or is stopping
 
     async def _get_connection(self) -> GatewayConnection:
         """Return the connection, after reconnecting if it was lost."""
@@ -242,96 +242,96 @@ class Client:
             await self.call("agent.wait", params, seconds=timeout + RESPONSE_TIMEOUT_SECONDS)
         )
 
-    async def run(self, run_id: str) -> RunView:
+    async def get_run(self, run_id: str) -> RunView:
         return await self.wait(run_id, 0)
 
-    async def unfinished(self, session: str) -> list[str]:
+    async def list_unfinished(self, session: str) -> list[str]:
         return (await self._load_session_row(session))["activeRunIds"]
 
     async def stop(self, session: str, run_id: str | None = None) -> StopView:
         from antiphon.operations.types import StopView  # noqa: PLC0415 - see above
 
         params: Json = {"sessionKey": session, **({"runId": run_id} if run_id else {})}
-        done = await self.call("chat.abort", params, again=run_id is not None)
+        done = await self.call("chat.abort", params, retry=run_id is not None)
         return StopView(done["runIds"])
 
     # --- exchanges between sessions ---
 
-    async def send(self, wanted: SendRequest, requester: str) -> SendResult:
+    async def send(self, request: SendRequest, requester: str) -> SendResult:
         """Send a message from one session to another; the gateway waits for the reply."""
-        given: Json = {
-            "key": wanted.session,
-            "message": wanted.message,
+        params: Json = {
+            "key": request.session,
+            "message": request.message,
             "fromSessionKey": requester,
-            "timeoutSeconds": wanted.timeout_seconds,
-            "replyBack": wanted.reply_back,
-            "announce": wanted.announce,
-            "idempotencyKey": _get_or_create_key(wanted.idempotency_key),
+            "timeoutSeconds": request.timeout_seconds,
+            "replyBack": request.reply_back,
+            "announce": request.announce,
+            "idempotencyKey": _get_or_create_key(request.idempotency_key),
         }
-        seconds = wanted.timeout_seconds + RESPONSE_TIMEOUT_SECONDS
+        seconds = request.timeout_seconds + RESPONSE_TIMEOUT_SECONDS
         return msgspec.convert(
-            await self.call("sessions.send", _drop_none(given), seconds=seconds), SendResult
+            await self.call("sessions.send", _drop_none(params), seconds=seconds), SendResult
         )
 
-    async def spawn(self, wanted: SpawnRequest, requester: str) -> SpawnResult:
-        given: Json = {
-            "task": wanted.task,
+    async def spawn(self, request: SpawnRequest, requester: str) -> SpawnResult:
+        params: Json = {
+            "task": request.task,
             "requesterSessionKey": requester,
-            "label": wanted.label,
-            "agentId": wanted.agent_id,
-            "model": wanted.model,
-            "thinking": wanted.thinking,
-            "runTimeoutSeconds": wanted.run_timeout_seconds,
-            "cleanup": wanted.cleanup,
-            "attachments": msgspec.to_builtins(wanted.attachments),
-            "announce": wanted.announce,
-            "idempotencyKey": _get_or_create_key(wanted.idempotency_key),
+            "label": request.label,
+            "agentId": request.agent_id,
+            "model": request.model,
+            "thinking": request.thinking,
+            "runTimeoutSeconds": request.run_timeout_seconds,
+            "cleanup": request.cleanup,
+            "attachments": msgspec.to_builtins(request.attachments),
+            "announce": request.announce,
+            "idempotencyKey": _get_or_create_key(request.idempotency_key),
         }
-        return msgspec.convert(await self.call("sessions.spawn", _drop_none(given)), SpawnResult)
+        return msgspec.convert(await self.call("sessions.spawn", _drop_none(params)), SpawnResult)
 
-    async def tasks(self, session: str) -> list[TaskView]:
+    async def list_subagents(self, session: str) -> list[TaskView]:
         found = await self.call("subagents.list", {"sessionKey": session})
         return msgspec.convert(found["subagents"], list[TaskView])
 
-    async def task_report(self, run_id: str) -> str | None:
+    async def get_report(self, run_id: str) -> str | None:
         return (await self.call("subagents.report", {"runId": run_id}))["report"]
 
-    async def roster(self) -> list[AgentCard]:
+    async def list_agents(self) -> list[AgentCard]:
         return msgspec.convert((await self.call("agents.spawnable"))["agents"], list[AgentCard])
 
-    async def exchanges(
+    async def list_exchanges(
         self, session: str | None, *, unsettled: bool, limit: int, cursor: str | None = None
     ) -> ExchangePage:
-        given: Json = {"sessionKey": session, "unsettled": unsettled, "limit": limit, "cursor": cursor}
-        return msgspec.convert(await self.call("exchanges.list", _drop_none(given)), ExchangePage)
+        params: Json = {"sessionKey": session, "unsettled": unsettled, "limit": limit, "cursor": cursor}
+        return msgspec.convert(await self.call("exchanges.list", _drop_none(params)), ExchangePage)
 
-    async def exchange(self, reference: str) -> ExchangeDetail:
+    async def get_exchange(self, reference: str) -> ExchangeDetail:
         return msgspec.convert(await self.call("exchanges.get", {"id": reference}), ExchangeDetail)
 
-    async def deliveries(self, state: str | None, limit: int, cursor: str | None = None) -> DeliveryPage:
+    async def list_deliveries(self, state: str | None, limit: int, cursor: str | None = None) -> DeliveryPage:
         page = await self.call(
             "deliveries.list", _drop_none({"state": state, "limit": limit, "cursor": cursor})
         )
         return msgspec.convert(page, DeliveryPage)
 
-    async def deliver_again(self, key: str) -> DeliveryView:
-        return msgspec.convert(await self.call("deliveries.retry", {"key": key}, again=False), DeliveryView)
+    async def retry_delivery(self, key: str) -> DeliveryView:
+        return msgspec.convert(await self.call("deliveries.retry", {"key": key}, retry=False), DeliveryView)
 
     # --- sessions ---
 
-    async def list(self, wanted: ListFilter) -> SessionPage:
-        given: Json = {
-            "kinds": wanted.kinds,
-            "limit": wanted.limit,
-            "activeMinutes": wanted.active_minutes,
-            "agentId": wanted.agent_id,
-            "label": wanted.label,
-            "search": wanted.search,
-            "spawnedBy": wanted.spawned_by,
-            "archived": wanted.include_archived,
-            "cursor": wanted.cursor,
+    async def list_sessions(self, filters: ListFilter) -> SessionPage:
+        params: Json = {
+            "kinds": filters.kinds,
+            "limit": filters.limit,
+            "activeMinutes": filters.active_minutes,
+            "agentId": filters.agent_id,
+            "label": filters.label,
+            "search": filters.search,
+            "spawnedBy": filters.spawned_by,
+            "archived": filters.include_archived,
+            "cursor": filters.cursor,
         }
-        page = await self.call("sessions.list", _drop_none(given))
+        page = await self.call("sessions.list", _drop_none(params))
         found = [parsing.parse_session_view(row) for row in page["sessions"]]
         return SessionPage(count=len(found), sessions=found, scope="all", next_cursor=page["nextCursor"])
 
@@ -351,51 +351,51 @@ class Client:
         return parsing.parse_session_view((await self.call("sessions.create", {"key": session}))["entry"])
 
     async def renew(self, session: str, expected: str | None = None) -> SessionView:
-        given: Json = {
+        params: Json = {
             "key": session,
             "reason": "new",
             "ifIdle": True,
             "expectedSessionId": expected,
             "idempotencyKey": uuid.uuid4().hex,
         }
-        done = await self.call("sessions.reset", _drop_none(given))
+        done = await self.call("sessions.reset", _drop_none(params))
         return parsing.parse_session_view(done["entry"])
 
-    async def history(self, session: str, wanted: HistoryFilter) -> HistoryPage:
-        given: Json = {
+    async def read_history(self, session: str, filters: HistoryFilter) -> HistoryPage:
+        params: Json = {
             "key": session,
-            "limit": wanted.limit,
-            "includeTools": wanted.include_tools,
-            "before": wanted.before,
-            "after": wanted.after,
-            "roles": wanted.roles,
-            "since": wanted.since,
-            "errors": wanted.errors or None,
-            "tool": wanted.tool,
-            "withoutInternal": wanted.without_internal or None,
+            "limit": filters.limit,
+            "includeTools": filters.include_tools,
+            "before": filters.before,
+            "after": filters.after,
+            "roles": filters.roles,
+            "since": filters.since,
+            "errors": filters.errors or None,
+            "tool": filters.tool,
+            "withoutInternal": filters.without_internal or None,
         }
-        page = await self.call("sessions.history", _drop_none(given))
+        page = await self.call("sessions.history", _drop_none(params))
         return msgspec.convert(page, HistoryPage)
 
-    async def conversations(self, session: str) -> list[ConversationView]:
+    async def list_conversations(self, session: str) -> list[ConversationView]:
         found = await self.call("sessions.conversations", {"key": session})
         return msgspec.convert(found["conversations"], list[ConversationView])
 
     async def search(
         self, query: str, *, session: str | None, agent_id: str | None, limit: int
     ) -> SearchPage:
-        given: Json = {
+        params: Json = {
             "query": query,
             "limit": limit,
             "agentId": agent_id,
             "sessionKeys": None if session is None else [session],
         }
-        page = await self.call("sessions.search", _drop_none(given))
+        page = await self.call("sessions.search", _drop_none(params))
         for hit in page["results"]:
             hit["seq"] = hit.pop("messageSeq")
         return msgspec.convert(page, SearchPage)
 
-    async def label(self, session: str, text: str | None) -> SessionView:
+    async def set_label(self, session: str, text: str | None) -> SessionView:
         done = await self.call("sessions.patch", {"key": session, "label": text})
         return parsing.parse_session_view(done["entry"])
 
@@ -409,7 +409,7 @@ class Client:
         return done["deleted"]
 
     async def restore(self, session_id: str) -> SessionView:
-        done = await self.call("sessions.restore", {"sessionId": session_id}, again=False)
+        done = await self.call("sessions.restore", {"sessionId": session_id}, retry=False)
         return parsing.parse_session_view(done["entry"])
 
     # --- events ---
@@ -419,74 +419,74 @@ class Client:
 
         Continues across lost connections.
         """
-        place = FeedPosition(session, after)
+        position = FeedPosition(session, after)
         while True:
-            link = await self._get_connection()
+            connection = await self._get_connection()
             try:
-                with link.listen() as heard:
-                    place.apply_subscription(
-                        await link.request("sessions.messages.subscribe", place.subscribe_params)
+                with connection.listen() as received:
+                    position.apply_subscription(
+                        await connection.request("sessions.messages.subscribe", position.subscribe_params)
                     )
-                    async with aclosing(self._receive_events(heard, place)) as events:
+                    async with aclosing(self._receive_events(received, position)) as events:
                         async for event in events:
                             yield event
-                if not link.lost.is_set():
-                    await self.describe(place.key)
-                elif isinstance(link.close_error, TooLarge):
-                    raise link.close_error  # reconnecting would fail at the same event
+                if not connection.lost.is_set():
+                    await self.describe(position.key)
+                elif isinstance(connection.close_error, TooLarge):
+                    raise connection.close_error  # reconnecting would fail at the same event
             except NotFound:
-                yield SessionChanged(session_key=place.key, reason="delete")
+                yield SessionChanged(session_key=position.key, reason="delete")
                 return
             except GatewayUnreachable:
-                await link.close()
+                await connection.close()
 
     async def _receive_events(
-        self, heard: asyncio.Queue[ReceivedEvent | None], place: FeedPosition
+        self, received: asyncio.Queue[ReceivedEvent | None], position: FeedPosition
     ) -> AsyncGenerator[Event]:
         """Yield events until the connection is lost or the gateway stops following the session."""
-        await self._check_active_runs(place)
+        await self._check_active_runs(position)
         while True:
             try:
-                async with asyncio.timeout(MAX_MESSAGE_LAG_SECONDS if place.is_waiting else None):
-                    got = await heard.get()
+                async with asyncio.timeout(MAX_MESSAGE_LAG_SECONDS if position.is_waiting else None):
+                    got = await received.get()
             except TimeoutError:
-                for end in place.take_due_ends(all_of_them=True):
+                for end in position.take_due_ends(all_of_them=True):
                     yield end
-                await self._check_active_runs(place)
+                await self._check_active_runs(position)
                 continue
-            if got is None or is_feed_ended(*got, place.key):
+            if got is None or is_feed_ended(*got, position.key):
                 return
-            event = place.handle_event(*got)
+            event = position.handle_event(*got)
             if isinstance(event, RunChanged) and event.state != "running":
-                await self._record_run_end(event, place)
+                await self._record_run_end(event, position)
             elif event:
                 yield event
-            for end in place.take_due_ends():
+            for end in position.take_due_ends():
                 yield end
 
-    async def _check_active_runs(self, place: FeedPosition) -> None:
+    async def _check_active_runs(self, position: FeedPosition) -> None:
         """Record the ends of runs whose event was missed: events are hints and are lost with a connection."""
-        for run_id in list(place.active_runs):
-            view = await self.run(run_id)
+        for run_id in list(position.active_runs):
+            view = await self.get_run(run_id)
             if view.has_ended:
-                await self._record_run_end(build_run_ended_event(place.key, view), place)
+                await self._record_run_end(build_run_ended_event(position.key, view), position)
 
-    async def _record_run_end(self, end: RunChanged, place: FeedPosition) -> None:
+    async def _record_run_end(self, end: RunChanged, position: FeedPosition) -> None:
         """Hold back the end of a run until its messages, which arrive separately, have been yielded."""
         if end.state != "ok":  # the event of a failed run has few details
-            end = build_run_ended_event(place.key, await self.run(end.run_id))
+            end = build_run_ended_event(position.key, await self.get_run(end.run_id))
         page = await self.call(
-            "sessions.history", {"key": place.key, "limit": RECENT_ENTRIES_CHECKED, "includeTools": True}
+            "sessions.history", {"key": position.key, "limit": RECENT_ENTRIES_CHECKED, "includeTools": True}
         )
         # The next run may have started: do not wait for its entries.
         own = [entry["seq"] for entry in page["messages"] if entry.get("runId") == end.run_id]
         last = max(own, default=page["total"])
-        place.add_run_end(end, last if page["sessionId"] == place.session_id else 0)
+        position.add_run_end(end, last if page["sessionId"] == position.session_id else 0)
 
 
-def _get_or_create_key(given: str | None) -> str:
+def _get_or_create_key(key: str | None) -> str:
     """Return the given idempotency key, or a new one. An empty key is passed on, for the gateway to reject."""
-    return uuid.uuid4().hex if given is None else given
+    return uuid.uuid4().hex if key is None else key
 
 
 def _drop_none(params: Json) -> Json:

@@ -105,26 +105,28 @@ class GatewayConnection:
                 socket = await connect(site.url, max_size=MAX_FRAME_BYTES, compression=None, proxy=None)
         except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
             raise build_unreachable_error(site, error) from error
-        link = cls(site, socket)
+        connection = cls(site, socket)
         try:
-            link.hello = await link.request("connect", _build_connect_params(site), CONNECT_TIMEOUT_SECONDS)
+            connection.hello = await connection.request(
+                "connect", _build_connect_params(site), CONNECT_TIMEOUT_SECONDS
+            )
         except BaseException:
-            await link.close()
+            await connection.close()
             raise
-        return link
+        return connection
 
     async def request(self, method: str, params: Json, seconds: float = RESPONSE_TIMEOUT_SECONDS) -> Any:
         """Send a request and return the payload of its response."""
         if self.lost.is_set():
             raise self.close_error
-        number = uuid.uuid4().hex
-        raw = msgspec.json.encode({"type": "req", "id": number, "method": method, "params": params})
+        request_id = uuid.uuid4().hex
+        raw = msgspec.json.encode({"type": "req", "id": request_id, "method": method, "params": params})
         self._check_size(method, len(raw))
-        answer = self._pending_responses[number] = asyncio.get_running_loop().create_future()
+        response = self._pending_responses[request_id] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(seconds):
                 await self._socket.send(raw, text=True)
-                frame = await answer
+                frame = await response
         except TimeoutError as error:
             raise build_unreachable_error(
                 self.site, f"{method} was not answered in {seconds:.0f} s"
@@ -132,20 +134,20 @@ class GatewayConnection:
         except (OSError, WebSocketException) as error:
             raise _explain_close(self.site, error) from error
         finally:
-            self._pending_responses.pop(number, None)
+            self._pending_responses.pop(request_id, None)
         if frame.ok:
             return frame.payload
         raise _to_error(self.site, frame.error or {})
 
     def _check_size(self, method: str, size: int) -> None:
         """Reject an oversized request before it is sent; the gateway might hang up without giving a reason."""
-        most: int = self.hello.get("policy", {}).get("maxPayload", DEFAULT_MAX_REQUEST_BYTES)
-        if size > most:
+        max_bytes: int = self.hello.get("policy", {}).get("maxPayload", DEFAULT_MAX_REQUEST_BYTES)
+        if size > max_bytes:
             raise TooLarge(
-                f"This {method} has {size} bytes, and the gateway takes {most}.",
+                f"This {method} has {size} bytes, and the gateway takes {max_bytes}.",
                 "Send less at once.",
                 bytes=size,
-                max=most,
+                max=max_bytes,
             )
 
     @contextmanager
@@ -188,9 +190,9 @@ class GatewayConnection:
             pass  # the peer is not a gateway
         finally:
             self.lost.set()
-            for answer in self._pending_responses.values():
-                if not answer.done():
-                    answer.set_exception(self.close_error)
+            for response in self._pending_responses.values():
+                if not response.done():
+                    response.set_exception(self.close_error)
             for queue in self._listeners:
                 queue.put_nowait(None)
 
@@ -200,8 +202,8 @@ class GatewayConnection:
                 if queue.qsize() >= MAX_PENDING_EVENTS:
                     raise asyncio.QueueFull
                 queue.put_nowait((frame.event, frame.payload or {}))
-        elif (answer := self._pending_responses.get(frame.id or "")) and not answer.done():
-            answer.set_result(frame)
+        elif (response := self._pending_responses.get(frame.id or "")) and not response.done():
+            response.set_result(frame)
 
 
 def _build_connect_params(site: Site) -> Json:

@@ -28,8 +28,8 @@ class FeedPosition:
 
     @property
     def subscribe_params(self) -> Json:
-        given: Json = {"key": self.key, "afterSeq": self.seq, "sessionId": self.session_id}
-        return {name: it for name, it in given.items() if it is not None}
+        params: Json = {"key": self.key, "afterSeq": self.seq, "sessionId": self.session_id}
+        return {name: it for name, it in params.items() if it is not None}
 
     def apply_subscription(self, start: Json) -> None:
         """Take over the key that events will carry, and the conversation and position where these were unknown."""
@@ -47,8 +47,8 @@ class FeedPosition:
     def take_due_ends(self, *, all_of_them: bool = False) -> list[RunChanged]:
         """Remove and return the ends whose messages have been yielded, or all of them."""
         count = sum(all_of_them or seq <= (self.seq or 0) for seq, _ in self._pending_ends)
-        told, self._pending_ends = self._pending_ends[:count], self._pending_ends[count:]
-        return [end for _, end in told]
+        due, self._pending_ends = self._pending_ends[:count], self._pending_ends[count:]
+        return [end for _, end in due]
 
     @property
     def is_waiting(self) -> bool:

@@ -99,7 +99,7 @@ async def _print_greeting(
     from antiphon.engine.sessions.transcripts import HistoryFilter
 
     model = await _fetch_gateway_model(gateway, view) if gateway else _describe_local_model(settings, view)
-    page = await backend.history(view.key, HistoryFilter(limit=1))
+    page = await backend.read_history(view.key, HistoryFilter(limit=1))
     who = f"agent {_output.bold(_output.clean_line(view.agent_id or 'agent'))} · {_output.clean_line(model)}"
     where = f" · gateway {gateway.site.url}" if gateway else ""
     click.echo(f"{_output.bold('antiphon')} {__version__} · {who}{where}")

@@ -155,7 +155,7 @@ class ChatController:
 
     async def resume_unfinished_runs(self) -> None:
         """Follow the runs that are in progress in this session, or that an earlier process left in it."""
-        for run_id in await self._backend.unfinished(self._session):
+        for run_id in await self._backend.list_unfinished(self._session):
             if await self._is_for_person(run_id):
                 self._renderer.expect_answer(run_id)
             self._await_answer(run_id)
@@ -351,7 +351,7 @@ class ChatController:
 
     async def _stop_answer(self, _: str) -> None:
         # Only the current answer: queued runs may belong to another client.
-        running = self._unanswered or await self._backend.unfinished(self._session)
+        running = self._unanswered or await self._backend.list_unfinished(self._session)
         if not running or not (await self._backend.stop(self._session, running[0])).run_ids:
             self._renderer.print_result("Nothing runs.")
 
@@ -365,7 +365,7 @@ class ChatController:
         if argument and not (argument.isdecimal() and 0 < int(argument) <= 1000):
             self._renderer.print_result("Write how many, from 1 to 1000: /history 50")
             return
-        page = await self._backend.history(
+        page = await self._backend.read_history(
             self._session, HistoryFilter(limit=int(argument or 10), include_tools=True, without_internal=True)
         )
         await speakers.look_up_speakers(self._backend, page.messages, self._renderer.known)
@@ -377,7 +377,7 @@ class ChatController:
 
     async def _show_status(self, _: str) -> None:
         view = await self._backend.describe(self._session)
-        page = await self._backend.history(self._session, HistoryFilter(limit=1))
+        page = await self._backend.read_history(self._session, HistoryFilter(limit=1))
         for name, value in (
             ("session", view.key),
             ("session id", view.session_id),
@@ -430,7 +430,7 @@ class ChatController:
         return "at the gateway once it is back" if self._reconnect_deadline else "without you"
 
     async def _load_last_question(self) -> str:
-        page = await self._backend.history(self._session, HistoryFilter(limit=20, without_internal=True))
+        page = await self._backend.read_history(self._session, HistoryFilter(limit=20, without_internal=True))
         asked = [_output.format_entry_text(item) for item in page.messages if item.get("role") == "user"]
         if not asked:
             return "its question waits"

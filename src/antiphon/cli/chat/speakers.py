@@ -146,6 +146,6 @@ async def _load_label(backend: Backend, key: str) -> str:
 
 async def _load_exchange(backend: Backend, exchange_id: str) -> ExchangeView | None:
     try:
-        return (await backend.exchange(exchange_id)).exchange
+        return (await backend.get_exchange(exchange_id)).exchange
     except AntiphonError:  # also raised for a token that may read only some sessions
         return None
