@@ -103,5 +103,5 @@ async def test_no_transcript_is_read_for_a_page_without_messages(
         await operations.sessions.get_overview(OPERATOR, PAGE, 0)
         assert asked
         assert of_transcripts() == []
-        said = (await operations.sessions.get_overview(OPERATOR, PAGE, 1)).said
+        said = (await operations.sessions.get_overview(OPERATOR, PAGE, 1)).messages_by_row
         assert len(said) == len(of_transcripts()) == 200  # where they are asked for it is seen

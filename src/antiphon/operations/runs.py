@@ -28,7 +28,7 @@ RUN_WAIT_POLL_SECONDS = 2.0  # a wait reads the row this often even without an e
 class IdleChange(msgspec.Struct, frozen=True):
     """A change to apply once a session is idle: whether it was already done, its precondition, and the change."""
 
-    done: Callable[[Tx, int], Awaitable[bool]]
+    was_done: Callable[[Tx, int], Awaitable[bool]]
     check: Callable[[Row], None]
     change: Callable[[Tx, Row, int], Awaitable[Row]]
 
@@ -147,7 +147,7 @@ class RunOperations:
     async def _try_change_idle(
         self, tx: Tx, caller: Caller, session: str, plan: IdleChange, now: int
     ) -> tuple[Row | None, Effects, Row | None]:
-        if await plan.done(tx, now):
+        if await plan.was_done(tx, now):
             return None, NO_EFFECTS, None
         row = await self._context.session_resolver.open(tx, caller, "manage", session)
         plan.check(row)

@@ -81,8 +81,8 @@ class ActingSession(NamedTuple):
 
 
 class _SessionRows(NamedTuple):
-    described: Row
-    row: Row
+    list_row: Row
+    full_row: Row
 
 
 class SessionOperations:
@@ -99,7 +99,7 @@ class SessionOperations:
         return self._context.session_resolver.is_main_session(caller, session)
 
     async def open(self, caller: Caller, session: str) -> SessionView:
-        """Return the session; it is created if it does not exist."""
+        """Return the session. Creates the session if it does not exist."""
         row, created = await self._context.store.tx(self._open, caller, session, self._context.clock.now())
         if created:
             self._context.publish_change(row, "create")
@@ -152,7 +152,7 @@ class SessionOperations:
         settings: _Settings,
         now: int,
     ) -> tuple[Row, str | None]:
-        # The parent first: a session cannot be its own parent, and must not be created to become it.
+        # Resolve the parent first, so that a session cannot become its own parent.
         above = (
             None if parent is None else await self._context.session_resolver.open(tx, caller, "send", parent)
         )
@@ -171,9 +171,9 @@ class SessionOperations:
         return await session_rows.load_described_session(tx, row["id"]), reason
 
     async def patch(self, caller: Caller, session: str, changes: SessionPatch) -> SessionView:
-        """Change the given settings, all or none. A key without a session gets one.
+        """Change the given settings, all or none. Creates the session if it does not exist.
 
-        Names, model and the like need the right to control the session, the send policy that to manage it.
+        The send policy requires `manage`, every other setting `control`.
         """
         action: Action = "control" if changes.send_policy is UNSET else "manage"
         access.require_scope(caller, action)
@@ -280,17 +280,17 @@ class SessionOperations:
         return row, runs, await self._transcripts.load_usage(tx, caller, session, tree=False)
 
     async def act_as(self, caller: Caller, session: str) -> ActingSession:
-        """Return the identity of a session, which is created if it does not exist; for operators only.
+        """Return the identity of a session, for operators only. Creates the session if it does not exist.
 
         It has the rights of the session's agent, which are fewer than an operator's.
         """
         if not caller.is_operator:
-            raise Forbidden("An agent acts as its own session.", "Use its own tools.", action="send")
+            raise Forbidden("Only operators can act as a session.", "Use your own tools.", action="send")
         found, created = await self._context.store.tx(
             self._act_as, caller, session, self._context.clock.now()
         )
         if created:
-            self._context.publish_change(found.described, "create")
+            self._context.publish_change(found.list_row, "create")
         return self._build_acting_session(caller, session, found)
 
     async def describe_actor(self, caller: Caller, session: str) -> ActingSession:
@@ -309,16 +309,18 @@ class SessionOperations:
         return await self._load_session_rows(tx, row["id"])
 
     async def _load_session_rows(self, tx: Tx, id: int) -> _SessionRows:
-        described = await session_rows.load_described_session(tx, id)
-        return _SessionRows(described, await session_rows.load_full_session(tx, id))
+        return _SessionRows(
+            list_row=await session_rows.load_described_session(tx, id),
+            full_row=await session_rows.load_full_session(tx, id),
+        )
 
     def _build_acting_session(self, caller: Caller, session: str, found: _SessionRows) -> ActingSession:
-        row = found.row
+        row = found.full_row
         agent_id = self._context.session_resolver.find_addressed_agent(caller, session) or row["agent_id"]
         actor = self._identities.resolve(
             agent_id, row["key"], sandboxed=bool(row["sandboxed"]), envelope=row["envelope"]
         )
-        return ActingSession(self._context.build_session_view(caller, found.described), actor)
+        return ActingSession(self._context.build_session_view(caller, found.list_row), actor)
 
     # --- many sessions ---
 
@@ -346,22 +348,22 @@ class SessionOperations:
         filter: ListFilter,
         messages: int = 0,
         *,
-        room: MessageBudget = DEFAULT_MESSAGE_BUDGET,
+        budget: MessageBudget = DEFAULT_MESSAGE_BUDGET,
     ) -> SessionOverview:
         """Return `list` with the last messages of each session and the number of hidden ones, in one snapshot.
 
-        Messages are read for the first rows only, until `room` is used up.
+        Messages are read for the first rows only, until `budget` is used up.
         """
         access.require_scope(caller, "list")
         limit = validate_and_clamp(filter.limit, 1, MAX_LIST_ROWS, "limit")
         messages = validate_and_clamp(messages, 0, MAX_MESSAGES_PER_SESSION, "messages")
-        rows, said, hidden = await self._context.store.read(
-            self._load_overview, caller, filter, limit + 1, messages, room
+        rows, messages_by_row, hidden = await self._context.store.read(
+            self._load_overview, caller, filter, limit + 1, messages, budget
         )
         return SessionOverview(
             page=await self._build_session_page(caller, rows, limit),
             cursors=[_format_cursor(row) for row in rows[:limit]],
-            said=said,
+            messages_by_row=messages_by_row,
             hidden=hidden,
             hint=self._build_visibility_hint(caller, hidden),
         )
@@ -385,13 +387,13 @@ class SessionOperations:
         )
 
     async def _load_overview(
-        self, tx: Tx, caller: Caller, filter: ListFilter, limit: int, messages: int, room: MessageBudget
+        self, tx: Tx, caller: Caller, filter: ListFilter, limit: int, messages: int, budget: MessageBudget
     ) -> tuple[Sequence[SessionListRow], Sequence[Sequence[Entry]], int]:
         rows = await self._load_list(tx, caller, filter, limit)
-        asked = rows[: limit - 1] if messages else ()
+        rows_with_messages = rows[: limit - 1] if messages else ()
         return (
             rows,
-            await _load_last_messages(tx, asked, messages, room),
+            await _load_last_messages(tx, rows_with_messages, messages, budget),
             await self._count_hidden(tx, caller),
         )
 
@@ -402,14 +404,14 @@ class SessionOperations:
             return 0
         agents = [agent for agent in await listing.list_agent_ids(tx) if not reach.admits_agent(agent)]
         return await listing.count_hidden_sessions(
-            tx, agents, reach.own_key, descendants=reach.descendants, most=MAX_HIDDEN_COUNTED
+            tx, agents, reach.own_key, descendants=reach.descendants, max_count=MAX_HIDDEN_COUNTED
         )
 
     async def _load_list(
         self, tx: Tx, caller: Caller, filter: ListFilter, limit: int
     ) -> list[SessionListRow]:
-        wish = await self._build_list_query(tx, caller, filter, limit)
-        return await listing.load_session_page(tx, wish) if wish else []
+        query = await self._build_list_query(tx, caller, filter, limit)
+        return await listing.load_session_page(tx, query) if query else []
 
     async def _build_list_query(
         self, tx: Tx, caller: Caller, filter: ListFilter, limit: int
@@ -461,32 +463,32 @@ def _check_agent(row: Row, agent: str | None) -> None:
 def _plan_deletion(caller: Caller, session: str, key: str | None, expected: str | None) -> IdleChange:
     command = IdempotentCommand(key, ("delete", session, expected))
 
-    async def done(tx: Tx, now: int) -> bool:
+    async def was_done(tx: Tx, now: int) -> bool:
         return await idempotency.load_recorded_answer(tx, command, bool) is not None
 
     def check(row: Row) -> None:
         require_current_conversation(row, session, expected)
         require_deletable_key(row["key"])
 
-    async def forget(tx: Tx, row: Row, now: int) -> Row:
+    async def delete(tx: Tx, row: Row, now: int) -> Row:
         await session_rows.delete_session(tx, row["id"], row["key"], now)
         if caller.is_operator:
             await session_rows.delete_task_texts(tx, row["id"], row["key"])
         await idempotency.record_answer(tx, command, True, now)
         return row
 
-    return IdleChange(done, check, forget)
+    return IdleChange(was_done, check, delete)
 
 
-def _validate_kinds(filter: Sequence[str] | None) -> Sequence[str]:
-    unknown = set(filter or ()) - set(SESSION_KINDS)
+def _validate_kinds(kinds: Sequence[str] | None) -> Sequence[str]:
+    unknown = set(kinds or ()) - set(SESSION_KINDS)
     if unknown:
         raise InvalidInput(
-            f"There is no kind {sorted(unknown)[0]!r}.",
-            f"The kinds are {', '.join(SESSION_KINDS)}.",
+            f"{sorted(unknown)[0]!r} is not a session kind.",
+            f"Use {', '.join(SESSION_KINDS)}.",
             field="kinds",
         )
-    return tuple(dict.fromkeys(filter)) if filter else SESSION_KINDS
+    return tuple(dict.fromkeys(kinds)) if kinds else SESSION_KINDS
 
 
 def _parse_cursor(text: str | None) -> tuple[int, str] | None:
@@ -495,7 +497,7 @@ def _parse_cursor(text: str | None) -> tuple[int, str] | None:
     at, _, key = text.partition("|")
     if not (at.isdecimal() and len(at) < 18 and key):
         raise InvalidInput(
-            f"The cursor {text[:80]!r} is not one of ours.",
+            f"{text[:80]!r} is not a valid cursor.",
             "Pass nextCursor unchanged.",
             field="cursor",
         )
@@ -507,19 +509,19 @@ def _format_cursor(row: SessionListRow) -> str:
 
 
 async def _load_last_messages(
-    tx: Tx, rows: Sequence[SessionListRow], limit: int, room: MessageBudget
+    tx: Tx, rows: Sequence[SessionListRow], limit: int, budget: MessageBudget
 ) -> Sequence[Sequence[Entry]]:
     """Load the last messages of each row, oldest first, for as many rows as the budget allows."""
-    left = room.total_bytes
-    said: list[Sequence[Entry]] = []
+    left = budget.total_bytes
+    messages_by_row: list[Sequence[Entry]] = []
     for row in rows:
         found = await listing.load_last_messages(tx, row.id, limit, MAX_MESSAGE_BYTES)
         entries = [Entry(*entry) for entry in reversed(found)]
-        said.append(entries)
-        left -= room.row_bytes + sum(min(len(entry.body), room.message_bytes) for entry in entries)
+        messages_by_row.append(entries)
+        left -= budget.row_bytes + sum(min(len(entry.body), budget.message_bytes) for entry in entries)
         if left < 0:
             break
-    return said
+    return messages_by_row
 
 
 async def _load_summary(tx: Tx) -> SessionsSummary:

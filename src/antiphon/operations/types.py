@@ -320,7 +320,7 @@ class SessionOverview(NamedTuple):
     page: SessionPage
     cursors: Sequence[str]
     """The cursor after each row, for callers that cannot show all of them."""
-    said: Sequence[Sequence[Entry]]
+    messages_by_row: Sequence[Sequence[Entry]]
     """Last messages of the first rows, oldest first; empty if none were requested. Oversized ones have no body."""
     hidden: int
     """Number of sessions that the caller's visibility hides, counted up to a thousand."""

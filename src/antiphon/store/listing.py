@@ -145,9 +145,9 @@ async def load_admitted_agents(tx: Tx, admits: Callable[[str], bool]) -> list[st
 
 
 async def count_hidden_sessions(
-    tx: Tx, agents: Sequence[str], own_key: str, *, descendants: bool, most: int
+    tx: Tx, agents: Sequence[str], own_key: str, *, descendants: bool, max_count: int
 ) -> int:
-    """Number of unarchived sessions of these agents outside the caller's tree, counted up to `most`."""
+    """Number of unarchived sessions of these agents outside the caller's tree, counted up to `max_count`."""
     found = 0
     for agent in agents:
         row = await tx.one(
@@ -155,10 +155,10 @@ async def count_hidden_sessions(
             agent=agent,
             own_key=own_key,
             descendants=int(descendants),
-            most=most - found,
+            most=max_count - found,
         )
         found += row["hidden"] if row else 0
-        if found >= most:
+        if found >= max_count:
             break
     return found
 
@@ -175,9 +175,9 @@ async def count_active_runs(tx: Tx) -> Row:
     return row
 
 
-async def load_last_messages(tx: Tx, session: int, limit: int, room: int) -> list[Row]:
-    """The last messages of a session, newest first, without tool results; one longer than `room` has no body."""
-    return await tx.all(SQL.last_messages, session=session, limit=limit, room=room)
+async def load_last_messages(tx: Tx, session: int, limit: int, max_bytes: int) -> list[Row]:
+    """The last messages of a session, newest first, without tool results; one longer than `max_bytes` has no body."""
+    return await tx.all(SQL.last_messages, session=session, limit=limit, max_bytes=max_bytes)
 
 
 def build_page_query(query: SessionListQuery, *, prefix: bool = False) -> tuple[Query, dict[str, Param]]:

@@ -79,7 +79,7 @@ def sessions_list(operations: Operations) -> Tool:
     async def run(call: ToolRequest, arguments: ListArguments) -> dict[str, Any]:
         messages = clamp_value(arguments.message_limit, 0, MAX_MESSAGES_PER_SESSION)
         overview = await operations.sessions.get_overview(
-            call.caller, _build_filter(arguments), messages, room=_MESSAGE_BUDGET
+            call.caller, _build_filter(arguments), messages, budget=_MESSAGE_BUDGET
         )
         rows = (build_tool_session_row(call.caller, view) for view in overview.page.sessions)
         if not messages:
@@ -138,29 +138,31 @@ def _fill_rows(
     Rows that do not fit are not built.
     """
     longest = max((len(cursor.encode()) for cursor in overview.cursors), default=0)
-    room = MAX_LIST_RESULT_BYTES - _RESULT_OVERHEAD_BYTES - 2 * longest  # a quote in it takes two characters
+    bytes_left = (
+        MAX_LIST_RESULT_BYTES - _RESULT_OVERHEAD_BYTES - 2 * longest
+    )  # a quote in it takes two characters
     kept: list[dict[str, Any]] = []
     missing = 0
-    for shown, entries in zip(rows, overview.said, strict=False):
-        room -= len(msgspec.json.encode(shown)) + len(",")
-        messages = _fit_messages(entries, room) if room >= 0 else None
+    for row, entries in zip(rows, overview.messages_by_row, strict=False):
+        bytes_left -= len(msgspec.json.encode(row)) + len(",")
+        messages = _fit_messages(entries, bytes_left) if bytes_left >= 0 else None
         if messages is None and kept:
             break
-        kept.append(shown)
+        kept.append(row)
         if messages is None:
             missing = len(entries)
             break
-        shown["messages"] = [message.message for message in messages]
-        room -= _measure_messages(messages)
+        row["messages"] = [message.message for message in messages]
+        bytes_left -= _measure_messages(messages)
     return kept, _CutCounts(missing, overview.page.count - len(kept))
 
 
-def _fit_messages(entries: Sequence[Entry], room: int) -> list[BoundedEntry] | None:
+def _fit_messages(entries: Sequence[Entry], bytes_left: int) -> list[BoundedEntry] | None:
     """Return the messages of one row, all of them or None."""
     found: list[BoundedEntry] = []
     for entry in entries:
         found.append(_bound_message(entry))
-        if _measure_messages(found) > room:
+        if _measure_messages(found) > bytes_left:
             return None
     return found
 

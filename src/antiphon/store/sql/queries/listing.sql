@@ -94,8 +94,8 @@ SELECT count(*) AS hidden FROM (
   LIMIT :most) AS found;
 
 -- name: last_messages
--- The last user and assistant messages of a session. A body longer than `room` is returned as ''.
-SELECT m.seq, m.entry, m.role, CASE WHEN length(m.body) <= :room THEN m.body ELSE '' END AS body, m.created_at,
+-- The last user and assistant messages of a session. A body longer than `max_bytes` is returned as ''.
+SELECT m.seq, m.entry, m.role, CASE WHEN length(m.body) <= :max_bytes THEN m.body ELSE '' END AS body, m.created_at,
        r.id AS run_id
 FROM messages m LEFT JOIN runs r ON r.n = m.run
 WHERE m.transcript = (SELECT s.transcript FROM sessions s WHERE s.id = :session) AND m.role IN ('user', 'assistant')
