@@ -42,7 +42,7 @@ class ConversationOperations:
         return await self._build_renewed_view(caller, session, row, reason)
 
     async def _renew(self, tx: Tx, caller: Caller, session: str, plan: IdleChange, now: int) -> Row | None:
-        if await plan.done(tx, now):
+        if await plan.was_done(tx, now):
             return None
         row = await self._context.session_resolver.open(tx, caller, "manage", session)
         plan.check(row)
@@ -99,7 +99,7 @@ class ConversationOperations:
     def _plan_renewal(
         self, caller: Caller, session: str, reason: str, key: str | None, expected: str | None
     ) -> IdleChange:
-        async def done(tx: Tx, now: int) -> bool:
+        async def was_done(tx: Tx, now: int) -> bool:
             if key is None or not await lifecycle.was_accepted(tx, key):
                 return False
             row = await self._context.session_resolver.open(tx, caller, "manage", session)
@@ -113,7 +113,7 @@ class ConversationOperations:
                 await session_rows.start_new_transcript(tx, row, reason, now)
             return await session_rows.load_described_session(tx, row["id"])
 
-        return IdleChange(done, check, renew)
+        return IdleChange(was_done, check, renew)
 
     async def _load_managed_session(self, tx: Tx, caller: Caller, session: str) -> Row:
         return await session_rows.load_described_session(
