@@ -722,7 +722,7 @@ def test_a_conversation(program: Program) -> None:
         old = terminal.expect(r"antiphon sessions history (\S+)")[1]
         terminal.expect(r"you> ")
         terminal.type("/history")
-        terminal.expect(r"Nothing has been said yet")
+        terminal.expect(r"There are no messages yet")
         terminal.type("/nonsense")
         terminal.expect(r"There is no command '/nonsense'")
         terminal.expect(r"you> ")
@@ -739,7 +739,7 @@ def test_an_answer_streams_and_can_be_stopped(program: Program) -> None:
         terminal.type("slow 60")
         terminal.expect(r"main> word0 ")
         terminal.type("say later")
-        terminal.expect(r"waits until this answer is complete")
+        terminal.expect(r"queued behind the current answer")
         terminal.type("/stop")
         terminal.expect(r"The run was stopped\.\)\n")
         terminal.expect(r"you> ")
@@ -761,7 +761,7 @@ def test_each_answer_is_stopped_by_an_interrupt_of_its_own(program: Program) -> 
         terminal.type(f"slow 60 {COUNTING}")
         terminal.expect(r"main> word0")
         terminal.type(f"slow 60 {COUNTING}")
-        terminal.expect(r"waits until this answer is complete")
+        terminal.expect(r"queued behind the current answer")
         terminal.interrupt()
         terminal.expect(r"The run was stopped\.\)\n")
         terminal.expect(r"main> word0")
@@ -783,7 +783,7 @@ def test_a_turn_that_was_cut_off_is_carried_on(program: Program) -> None:
         terminal.ended()
     assert findings(program)[1]["runs"] == "warn"
     with program.terminal("chat") as terminal:
-        terminal.expect(r"Carrying on with a turn that was interrupted: say alpha")
+        terminal.expect(r"Resuming an interrupted turn: say alpha")
         terminal.expect(r"main> alpha beta gamma\n")
         terminal.expect(r"you> ")
         terminal.type("/quit")

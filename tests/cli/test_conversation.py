@@ -111,7 +111,9 @@ async def test_what_is_stopped_before_it_is_accepted_is_not_answered(tmp_path: P
         typist.lines.put_nowait("slow 600 a b c")
         await backend.asked.wait()
         signal.raise_signal(signal.SIGINT)
-        await typist.sees("The answer is stopped as soon as it begins. Ctrl-C again, or Ctrl-D, leaves.")
+        await typist.sees(
+            "The answer will be stopped as soon as it begins. Press Ctrl-C again or Ctrl-D to leave."
+        )
         backend.go.set()
         await typist.sees("was stopped")
         assert backend.sent is not None

@@ -394,7 +394,7 @@ def test_a_conversation_with_a_gateway(program: Program) -> None:
         terminal.interrupt()
         terminal.expect(r"\(The run was ")
         terminal.type("/new")
-        terminal.expect("A new conversation")
+        terminal.expect("Started a new conversation")
         terminal.type("/quit")
         assert terminal.ended() == 0
 
@@ -423,7 +423,7 @@ def test_leaving_does_not_end_an_answer(program: Program) -> None:
             terminal.type("slow 2 a long answer")
             terminal.expect("main> a")
             terminal.type("/quit")
-            terminal.expect("goes on without you")
+            terminal.expect("continues at the gateway")
             assert terminal.ended() == 0
         done = program.run("send", "main", "say after", "--wait", str(int(BOUND)))
         assert done.out == "after\n"

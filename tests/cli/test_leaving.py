@@ -23,11 +23,11 @@ pytestmark = pytest.mark.requirement("R")
 
 SOON = 25.0  # seconds, where a lost gateway would be waited for much longer
 AT_ONCE = 3.0  # seconds, where one that hangs is waited for by nobody
-AGAIN = "Ctrl-C again, or Ctrl-D, leaves"
-HEARD = "is sent when the gateway is back"
+AGAIN = "Press Ctrl-C again or Ctrl-D to leave"
+HEARD = "will be sent when the gateway is back"
 WORDS = "a b c d e f g h i j k l m n o p q r s t u v w x y z"
 LONG = f"slow 26 {WORDS}"
-ON = "The answer goes on at the gateway once it is back."
+ON = "The answer continues at the gateway once it is back."
 HASTY = (
     "from antiphon import cli, client; client.RECONNECT_TIMEOUT_SECONDS = 0.5; raise SystemExit(cli.main())"
 )
@@ -134,7 +134,7 @@ def test_who_stops_an_answer_and_leaves_at_once_has_stopped_it(program: Program)
         terminal.interrupt()
         terminal.press(b"\x04")
         assert terminal.ended(SOON) == 0
-        assert "goes on" not in terminal.text
+        assert "continues" not in terminal.text
         until = time.monotonic() + BOUND
         while "The run was stopped." not in program.run("sessions", "history", "main").out:
             assert time.monotonic() < until
@@ -192,7 +192,7 @@ def test_that_an_answer_was_stopped_is_said_before_the_next_one(program: Program
         terminal.type(f"slow 60 {WORDS}")
         terminal.expect(r"main> a")
         terminal.type("say queued")
-        terminal.expect(r"waits until this answer is complete")
+        terminal.expect(r"queued behind the current answer")
         terminal.type("/stop")
         terminal.expect(r"main> queued\nyou> ")
         assert terminal.text.index("(The run was stopped.)") < terminal.text.index("main> queued")
@@ -222,7 +222,7 @@ def test_one_interrupt_stops_the_answer_once_the_gateway_is_back(program: Progra
         begin(terminal)
         lose(terminal, first)
         terminal.interrupt()
-        terminal.expect(f"The answer is stopped when the gateway is back. {AGAIN}")
+        terminal.expect(f"The answer will be stopped when the gateway is back. {AGAIN}")
         with up(program, first.port):
             terminal.expect(r"\(The run was stopped\.\)\nyou> ")
             terminal.type("say still here")
@@ -283,7 +283,7 @@ def test_a_gateway_that_stays_away_ends_a_chat_with_an_answer_due(program: Progr
         terminal.expect("waits until")
         lose(terminal, gateway)
         check_given_up(terminal)
-        assert "\nThe answers go on at the gateway once it is back.\nError" in terminal.text
+        assert "\nThe answers continue at the gateway once it is back.\nError" in terminal.text
     assert len(asked(program)) == 1
 
 
@@ -321,7 +321,7 @@ def test_a_pipe_is_told_what_was_not_sent(program: Program, patient: Program) ->
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write("/status\n")
         process.stdin.flush()
-        assert any(line.startswith("answers due") for line in process.stdout)
+        assert any(line.startswith("pending answers") for line in process.stdout)
         gateway.stop()
         _, err = process.communicate("say never\n", timeout=SOON)
         assert process.returncode == 5

@@ -165,7 +165,7 @@ class OperationContext:
             await self.transcript_files.look_for(sessions)
 
     def build_session_view(self, caller: Caller, row: Row) -> SessionView:
-        """Build the view of a row from `session_rows.load_described_session`."""
+        """Build the view of a row from `session_rows.load_list_row`."""
         return self.build_listed_view(caller, SessionListRow(*row))
 
     def build_listed_view(self, caller: Caller, row: SessionListRow) -> SessionView:

@@ -68,7 +68,7 @@ class ConversationOperations:
         row = await self._context.session_resolver.open(tx, caller, "manage", session_id)
         await self._runs.end_abandoned(tx, row["id"], now)
         await session_rows.restore_transcript(tx, row, now)
-        return await session_rows.load_described_session(tx, row["id"])
+        return await session_rows.load_list_row(tx, row["id"])
 
     def _publish_renewal(self, caller: Caller, row: Row, reason: str) -> SessionView:
         self._context.publish_to_session(
@@ -111,12 +111,12 @@ class ConversationOperations:
         async def renew(tx: Tx, row: Row, now: int) -> Row:
             if key is None or await run_queue.record_command(tx, key, row["id"], reason, now):
                 await session_rows.start_new_transcript(tx, row, reason, now)
-            return await session_rows.load_described_session(tx, row["id"])
+            return await session_rows.load_list_row(tx, row["id"])
 
         return IdleChange(was_done, check, renew)
 
     async def _load_managed_session(self, tx: Tx, caller: Caller, session: str) -> Row:
-        return await session_rows.load_described_session(
+        return await session_rows.load_list_row(
             tx, (await self._context.session_resolver.open(tx, caller, "manage", session))["id"]
         )
 

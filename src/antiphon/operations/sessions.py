@@ -108,7 +108,7 @@ class SessionOperations:
     async def _open(self, tx: Tx, caller: Caller, session: str, now: int) -> tuple[Row, bool]:
         row, created = await self._context.open_or_create_session(tx, caller, "send", session, now)
         require_current_conversation(row, session)
-        return await session_rows.load_described_session(tx, row["id"]), created
+        return await session_rows.load_list_row(tx, row["id"]), created
 
     async def create(
         self,
@@ -161,14 +161,14 @@ class SessionOperations:
         _check_agent(row, agent)
         if created and above:
             await session_rows.attach_to_parent(tx, row["id"], above["id"])
-        before = await session_rows.load_described_session(tx, row["id"])
+        before = await session_rows.load_list_row(tx, row["id"])
         changed = {column: value for column, value in settings.items() if value != before[column]}
         if changed:
             if not created:
                 self._context.session_resolver.authorize(caller, "control", row, session)
             await session_rows.patch_session(tx, row["id"], changed, now)
         reason = "create" if created else "patch" if changed else None
-        return await session_rows.load_described_session(tx, row["id"]), reason
+        return await session_rows.load_list_row(tx, row["id"]), reason
 
     async def patch(self, caller: Caller, session: str, changes: SessionPatch) -> SessionView:
         """Change the given settings, all or none. Creates the session if it does not exist.
@@ -198,7 +198,7 @@ class SessionOperations:
         row, created = await self._context.open_or_create_session(tx, caller, action, session, now)
         if settings:
             await session_rows.patch_session(tx, row["id"], settings, now)
-        return await session_rows.load_described_session(tx, row["id"]), created
+        return await session_rows.load_list_row(tx, row["id"]), created
 
     def _validate_setting(self, field: str, value: str | bool | None) -> str | int | None:
         """Return a setting in its stored form."""
@@ -259,9 +259,7 @@ class SessionOperations:
 
     async def _load_session_and_run(self, tx: Tx, caller: Caller, session: str) -> tuple[Row, Row | None]:
         row = await self._context.session_resolver.open(tx, caller, "read", session)
-        return await session_rows.load_described_session(tx, row["id"]), await lifecycle.find_active_run(
-            tx, row["id"]
-        )
+        return await session_rows.load_list_row(tx, row["id"]), await lifecycle.find_active_run(tx, row["id"])
 
     async def get_status(self, caller: Caller, session: str) -> SessionStatusView:
         """Return the status of a session; for callers that may read it."""
@@ -310,7 +308,7 @@ class SessionOperations:
 
     async def _load_session_rows(self, tx: Tx, id: int) -> _SessionRows:
         return _SessionRows(
-            list_row=await session_rows.load_described_session(tx, id),
+            list_row=await session_rows.load_list_row(tx, id),
             full_row=await session_rows.load_full_session(tx, id),
         )
 

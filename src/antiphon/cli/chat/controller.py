@@ -44,8 +44,8 @@ LineHandler = Callable[[str], Coroutine[Any, Any, None]]
 
 
 class ChatCommand(NamedTuple):
-    act: LineHandler
-    about: str
+    handler: LineHandler
+    help: str
 
 
 class ChatController:
@@ -76,19 +76,19 @@ class ChatController:
         self._continued_text = ""
         """The lines so far of a message that continues on the next line."""
         self._line_queue: asyncio.Queue[str] = asyncio.Queue()
-        self._unprocessed: deque[str] = deque()
+        self._pending_lines: deque[str] = deque()
         """Lines that were entered and not yet executed."""
         self._is_processing = False
-        """Whether the first of `_unprocessed` is being executed."""
-        self._lost_before_line: float | None = None
+        """Whether the first of `_pending_lines` is being executed."""
+        self._reconnect_deadline_before_line: float | None = None
         """The reconnect deadline when that line was started; None if the gateway was connected."""
         self._run_queue: asyncio.Queue[str] = asyncio.Queue()
-        self._unanswered: deque[str] = deque()
-        """Runs whose answers are due; the first of them is waited for."""
+        self._pending_runs: deque[str] = deque()
+        """Runs whose answers are awaited, in their order."""
         self._tasks: list[asyncio.Task[Any]] = []
         self._is_stopping = False
         self._stop_task: asyncio.Task[Any] | None = None
-        self._stops_when_sent = False
+        self._stop_after_send = False
         """Whether to stop the answer to the line that is being executed."""
         self._leaving = asyncio.Event()
         self.interrupted = False
@@ -98,7 +98,7 @@ class ChatController:
             "/new": ChatCommand(
                 self._start_new_conversation, "start a new conversation; the old one is kept"
             ),
-            "/stop": ChatCommand(self._stop_answer, "stop the answer (so does Ctrl-C)"),
+            "/stop": ChatCommand(self._stop_answer, "stop the answer (also Ctrl-C)"),
             "/send": ChatCommand(
                 self._set_send_policy, "allow or block messages to this session: /send on, off or inherit"
             ),
@@ -110,7 +110,7 @@ class ChatController:
             renderer.out = prompt.print_above
             prompt.get_label = self._format_prompt_label
             prompt.on_interrupt = self._handle_interrupt
-            prompt.commands = {name: command.about for name, command in self._commands.items()}
+            prompt.commands = {name: command.help for name, command in self._commands.items()}
             prompt.commands[QUIT_COMMAND] = "leave"
 
     @property
@@ -118,15 +118,15 @@ class ChatController:
         """Set while the gateway is unreachable."""
         return self._gateway.reconnect_deadline if self._gateway else None
 
-    async def run(self, talk: Coroutine[Any, Any, None]) -> None:
-        """Run `talk` until it is done or the user leaves; meanwhile show events and handle Ctrl-C.
+    async def run(self, input_task: Coroutine[Any, Any, None]) -> None:
+        """Run `input_task` until it is done or the user leaves; meanwhile show events and handle Ctrl-C.
 
         Raises:
             AntiphonError: the gateway is gone for good, or a script cannot continue.
         """
         loop = asyncio.get_running_loop()
         for work in (
-            talk,
+            input_task,
             self._process_queued_lines(),
             self._wait_for_answers(),
             self._show_events(),
@@ -158,12 +158,10 @@ class ChatController:
         for run_id in await self._backend.list_unfinished(self._session):
             if await self._is_for_person(run_id):
                 self._renderer.expect_answer(run_id)
-            self._await_answer(run_id)
-        if self._unanswered:
+            self._add_pending_run(run_id)
+        if self._pending_runs:
             question = await self._load_last_question()
-            what = (
-                "This is being answered" if self._gateway else "Carrying on with a turn that was interrupted"
-            )
+            what = "This is being answered" if self._gateway else "Resuming an interrupted turn"
             self._renderer.print_note(f"{what}: {question}")
 
     async def _is_for_person(self, run_id: str) -> bool:
@@ -184,7 +182,7 @@ class ChatController:
 
     async def send_messages(self, messages: Sequence[str]) -> None:
         """Send messages, each after the answer to the one before, until one is stopped."""
-        self._unprocessed += messages
+        self._pending_lines += messages
         for message in messages:
             if not self.interrupted:
                 await self._process_line(message, self._send_message)
@@ -193,8 +191,8 @@ class ChatController:
     # --- input ---
 
     def _format_prompt_label(self) -> str:
-        """Return the label of the prompt: empty while an answer is due, though lines can be entered then too."""
-        if self._unprocessed or self._unanswered:
+        """Return the label of the prompt: empty while an answer is pending, though lines can be entered then too."""
+        if self._pending_lines or self._pending_runs:
             return ""
         return CONTINUATION_LABEL if self._continued_text else _output.bold(PROMPT_LABEL)
 
@@ -209,9 +207,9 @@ class ChatController:
         else:
             line, self._continued_text = f"{self._continued_text}{line}", ""
             if line.strip():
-                self._unprocessed.append(line)
+                self._pending_lines.append(line)
                 if self._reconnect_deadline:
-                    self._renderer.print_note("(is sent when the gateway is back)")
+                    self._renderer.print_note("(will be sent when the gateway is back)")
                 self._line_queue.put_nowait(line)
 
     async def _process_queued_lines(self) -> None:
@@ -220,20 +218,20 @@ class ChatController:
             await self._process_line(await self._line_queue.get(), self._execute_line)
             self._line_queue.task_done()
 
-    async def _process_line(self, line: str, act: LineHandler) -> None:
+    async def _process_line(self, line: str, handler: LineHandler) -> None:
         """Execute the first queued line."""
-        self._is_processing, self._lost_before_line = True, self._reconnect_deadline
+        self._is_processing, self._reconnect_deadline_before_line = True, self._reconnect_deadline
         try:
-            await act(line)
+            await handler(line)
         except InvalidInput:  # it was certainly not accepted
             self._mark_line_processed()
             raise
         self._mark_line_processed()
 
     def _mark_line_processed(self) -> None:
-        self._unprocessed.popleft()
-        self._is_processing = self._stops_when_sent = False
-        self._is_stopping = self._is_stopping and bool(self._unanswered)
+        self._pending_lines.popleft()
+        self._is_processing = self._stop_after_send = False
+        self._is_stopping = self._is_stopping and bool(self._pending_runs)
         self._refresh_prompt()
 
     def _refresh_prompt(self) -> None:
@@ -250,7 +248,7 @@ class ChatController:
         name, _, rest = line.strip().partition(" ")
         try:
             if name in self._commands:
-                await self._commands[name].act(rest.strip())
+                await self._commands[name].handler(rest.strip())
             elif _is_slash_command(line):
                 raise InvalidInput(f"There is no command {name!r}.", _UNKNOWN_COMMAND_HINT)
             elif name:
@@ -265,14 +263,14 @@ class ChatController:
         self._renderer.expect_answer(run_id)
         message = IncomingMessage(session=self._session, content=text, idempotency_key=run_id)
         await self._backend.submit(message)
-        if self._unanswered:
-            self._renderer.print_note("(waits until this answer is complete)")
-        self._await_answer(run_id)
-        if self._stops_when_sent:
+        if self._pending_runs:
+            self._renderer.print_note("(queued behind the current answer)")
+        self._add_pending_run(run_id)
+        if self._stop_after_send:
             await self._backend.stop(self._session, run_id)
 
-    def _await_answer(self, run_id: str) -> None:
-        self._unanswered.append(run_id)
+    def _add_pending_run(self, run_id: str) -> None:
+        self._pending_runs.append(run_id)
         self._run_queue.put_nowait(run_id)
 
     async def _wait_until_answered(self) -> None:
@@ -284,7 +282,7 @@ class ChatController:
         """Wait for each answer in turn, as long as the chat lasts."""
         while True:
             view = await self._wait_for_run(await self._run_queue.get())
-            self._unanswered.popleft()
+            self._pending_runs.popleft()
             self._is_stopping = False
             self._record_run_end(view)
             self._run_queue.task_done()
@@ -326,19 +324,19 @@ class ChatController:
         A message that is still being sent is stopped as soon as it is accepted; a script does not wait for that.
         """
         self.interrupted = True
-        if self._is_stopping or not (self._unanswered or (self._prompt and self._unprocessed)):
+        if self._is_stopping or not (self._pending_runs or (self._prompt and self._pending_lines)):
             self._leaving.set()
             return
         self._is_stopping = True
-        if self._unanswered:
+        if self._pending_runs:
             self._stop_task = self._start_task(self._execute_line("/stop"))
         else:
-            self._stops_when_sent = True
-        if self._reconnect_deadline or self._stops_when_sent:
+            self._stop_after_send = True
+        if self._reconnect_deadline or self._stop_after_send:
             when = "when the gateway is back" if self._reconnect_deadline else "as soon as it begins"
-            answered = self._unanswered or not _is_slash_command(self._unprocessed[0])
-            stopped = f"The answer is stopped {when}. " if answered else ""
-            self._renderer.print_note(f"{stopped}Ctrl-C again, or Ctrl-D, leaves.")
+            answered = self._pending_runs or not _is_slash_command(self._pending_lines[0])
+            stopped = f"The answer will be stopped {when}. " if answered else ""
+            self._renderer.print_note(f"{stopped}Press Ctrl-C again or Ctrl-D to leave.")
 
     # --- commands ---
 
@@ -346,24 +344,24 @@ class ChatController:
         old = await self._backend.describe(self._session)
         await self._backend.renew(self._session, expected=old.session_id)
         self._renderer.print_result(
-            f"A new conversation. The old one: antiphon sessions history {old.session_id}"
+            f"Started a new conversation. To read the old one: antiphon sessions history {old.session_id}"
         )
 
     async def _stop_answer(self, _: str) -> None:
         # Only the current answer: queued runs may belong to another client.
-        running = self._unanswered or await self._backend.list_unfinished(self._session)
+        running = self._pending_runs or await self._backend.list_unfinished(self._session)
         if not running or not (await self._backend.stop(self._session, running[0])).run_ids:
-            self._renderer.print_result("Nothing runs.")
+            self._renderer.print_result("Nothing is running.")
 
     async def _set_send_policy(self, argument: str) -> None:
         if parse_send_command(text := f"/send {argument}") is None:
-            self._renderer.print_result("Write /send on, /send off or /send inherit.")
+            self._renderer.print_result("Usage: /send on|off|inherit")
             return
         await self._send_message(text)
 
     async def _show_history(self, argument: str) -> None:
         if argument and not (argument.isdecimal() and 0 < int(argument) <= 1000):
-            self._renderer.print_result("Write how many, from 1 to 1000: /history 50")
+            self._renderer.print_result("Usage: /history [1-1000]")
             return
         page = await self._backend.read_history(
             self._session, HistoryFilter(limit=int(argument or 10), include_tools=True, without_internal=True)
@@ -373,7 +371,7 @@ class ChatController:
             heading = speakers.format_heading(item, self._renderer.known, self._renderer.speaker)
             self._renderer.print_result(f"{heading} {_output.format_entry_text(item)}")
         if not page.messages:
-            self._renderer.print_result("Nothing has been said yet.")
+            self._renderer.print_result("There are no messages yet.")
 
     async def _show_status(self, _: str) -> None:
         view = await self._backend.describe(self._session)
@@ -384,15 +382,15 @@ class ChatController:
             ("model", view.model or "the agent's"),
             ("entries", page.total),
             ("tokens", view.total_tokens or 0),
-            ("answers due", len(self._unanswered)),
+            ("pending answers", len(self._pending_runs)),
         ):
-            self._renderer.print_result(f"{name:<12} {value}")
+            self._renderer.print_result(f"{name:<16} {value}")
 
     async def _show_help(self, _: str) -> None:
         for name, command in self._commands.items():
-            self._renderer.print_result(f"{name:<9} {command.about}")
+            self._renderer.print_result(f"{name:<9} {command.help}")
         self._renderer.print_result(
-            f"{QUIT_COMMAND:<9} leave (so do Ctrl-D, Ctrl-C at the prompt, and twice anywhere)"
+            f"{QUIT_COMMAND:<9} leave (also Ctrl-D, Ctrl-C at the prompt, or Ctrl-C twice)"
         )
         self._renderer.print_result(
             "A line that ends in \\ continues on the next one. Everything else is sent to the agent."
@@ -401,16 +399,17 @@ class ChatController:
     def _report_unfinished(self) -> None:
         """Report what happens to pending answers and to lines that were not executed."""
         notices: list[str] = []
-        continuing = len(self._unanswered)
+        continuing = len(self._pending_runs)
         if continuing and self._is_stopping and _has_succeeded(self._stop_task):
             continuing -= 1
-            notices.append("The answer is stopped.")
+            notices.append("The answer was stopped.")
         if continuing:
-            answers = "The answer goes" if continuing == 1 else "The answers go"
-            notices.append(f"{answers} on {self._describe_continuation()}.")
-        lines = [*self._unprocessed, *([self._continued_text] if self._continued_text else [])]
+            answers = "The answer continues" if continuing == 1 else "The answers continue"
+            notices.append(f"{answers} {self._describe_continuation()}.")
+        lines = [*self._pending_lines, *([self._continued_text] if self._continued_text else [])]
         if self._is_processing and (
-            self._lost_before_line is None or self._lost_before_line != self._reconnect_deadline
+            self._reconnect_deadline_before_line is None
+            or self._reconnect_deadline_before_line != self._reconnect_deadline
         ):
             doubtful = lines.pop(0)
             if not _is_slash_command(doubtful):
@@ -427,13 +426,13 @@ class ChatController:
     def _describe_continuation(self) -> str:
         if self._gateway is None:
             return "when Antiphon is started again"
-        return "at the gateway once it is back" if self._reconnect_deadline else "without you"
+        return "at the gateway once it is back" if self._reconnect_deadline else "at the gateway"
 
     async def _load_last_question(self) -> str:
         page = await self._backend.read_history(self._session, HistoryFilter(limit=20, without_internal=True))
         asked = [_output.format_entry_text(item) for item in page.messages if item.get("role") == "user"]
         if not asked:
-            return "its question waits"
+            return "(its question is still queued)"
         return _abbreviate(asked[-1])
 
 

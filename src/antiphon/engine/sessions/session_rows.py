@@ -113,7 +113,7 @@ async def load_full_session(tx: Tx, session: int) -> Row:
     return row
 
 
-async def load_described_session(tx: Tx, session: int) -> Row:
+async def load_list_row(tx: Tx, session: int) -> Row:
     """Return a session that exists with the columns of `SessionListRow`."""
     row = await tx.one(SQL.list_row, id=session)
     assert row is not None
