@@ -143,7 +143,7 @@ def test_lines_of_a_pipe_are_messages(program: Program) -> None:
         "model",
         "entries",
         "tokens",
-        "answers",
+        "pending",
     ]
     assert "you>" not in done.out
     assert "\x1b" not in done.out
