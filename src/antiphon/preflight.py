@@ -25,8 +25,9 @@ from antiphon.messages import UserMessage
 from antiphon.operations.context import OperationContext
 from antiphon.operations.operations import Operations
 from antiphon.runtimes import Prompt, ToolSpec
-from antiphon.runtimes.model import ModelRuntime, RetryPolicy, open_reader
+from antiphon.runtimes.model import ModelRuntime, open_reader
 from antiphon.runtimes.registry import RuntimeRegistry
+from antiphon.runtimes.retry import RetryPolicy
 from antiphon.store import Script
 from antiphon.tools import create_session_tools
 

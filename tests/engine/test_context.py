@@ -39,8 +39,9 @@ from antiphon.messages import (
 )
 from antiphon.operations.types import SendRequest
 from antiphon.runtimes import Deltas, Prompt
-from antiphon.runtimes.model import Api, ModelSpec, RetryPolicy
+from antiphon.runtimes.model import Api, ModelSpec
 from antiphon.runtimes.pydantic_ai.reader import PydanticReader
+from antiphon.runtimes.retry import RetryPolicy
 from antiphon.store import Tx
 from support.app_fixture import (
     BOUND,

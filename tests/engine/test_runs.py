@@ -33,8 +33,9 @@ from antiphon.messages import AssistantMessage, CompactionEntry, ToolCall, ToolR
 from antiphon.operations.types import IncomingMessage, RunView
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
-from antiphon.runtimes.model import ModelRuntime, ModelSpec, RetryPolicy
+from antiphon.runtimes.model import ModelRuntime, ModelSpec
 from antiphon.runtimes.rehearsal import RehearsalRuntime
+from antiphon.runtimes.retry import RetryPolicy
 from antiphon.store import Tx
 from antiphon.store.queries import Query
 from support.app_fixture import (

@@ -38,7 +38,6 @@ from antiphon.runtimes.model import (
     INVALID_ARGUMENTS_KEY,
     ModelPrice,
     ModelSpec,
-    RetryPolicy,
     is_plain_chat_completions,
 )
 from antiphon.runtimes.openai_chat import reader as completions_reader
@@ -46,6 +45,7 @@ from antiphon.runtimes.openai_chat.answer import EventStreamParser
 from antiphon.runtimes.openai_chat.reader import CompletionsReader
 from antiphon.runtimes.openai_chat.reasoning_efforts import load_library_efforts, load_reasoning_efforts
 from antiphon.runtimes.pydantic_ai.reader import PydanticReader
+from antiphon.runtimes.retry import RetryPolicy
 from antiphon.runtimes.text import MAX_TOKENS_PER_CALL
 from support.model_provider import Provider
 

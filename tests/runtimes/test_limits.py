@@ -23,11 +23,11 @@ from antiphon.runtimes.model import (
     Api,
     ModelPrice,
     ModelRuntime,
-    RetryPolicy,
 )
 from antiphon.runtimes.openai_chat.reader import CompletionsReader
 from antiphon.runtimes.pydantic_ai.reader import PydanticReader
 from antiphon.runtimes.registry import build_model_spec
+from antiphon.runtimes.retry import RetryPolicy
 from antiphon.runtimes.tool_calls import MAX_ARGUMENT_LEVELS, MAX_KEPT_TOOL_CALLS, is_too_deep
 from support.model_provider import Answer, Call, Failure, Provider, Tokens, serve_asgi
 

@@ -48,10 +48,10 @@ from antiphon.runtimes.model import (
     ModelRuntime,
     ModelSpec,
     Reader,
-    RetryPolicy,
 )
 from antiphon.runtimes.pydantic_ai.reader import PydanticReader
 from antiphon.runtimes.pydantic_ai.transcript import Dialect, build_blocks, build_conversation
+from antiphon.runtimes.retry import RetryPolicy
 from antiphon.runtimes.tool_calls import make_sendable_id
 from support.model_provider import Answer, Call, Failure, Provider, Tokens
 

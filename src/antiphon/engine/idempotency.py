@@ -16,7 +16,7 @@ from antiphon.errors import Conflict
 from antiphon.store import Tx
 from antiphon.store.queries import Queries
 
-SQL = Queries("commands")
+SQL = Queries("idempotency")
 T = TypeVar("T")
 
 

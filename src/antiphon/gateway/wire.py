@@ -1,7 +1,14 @@
-"""Wire format of sessions and messages: the views of `operations` under the names that clients expect."""
+"""Wire format of sessions and messages.
+
+Views of `operations` are sent under the names that clients expect; texts and images from clients become the content of
+a message.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -10,10 +17,15 @@ from antiphon import keys
 from antiphon.bus import MessageAppended
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.errors import InvalidInput
+from antiphon.messages import ImageBlock, TextBlock
 from antiphon.operations.types import SessionView, build_history_item
 
 WIRE_KINDS_BY_SESSION_KIND = {"group": "group"}
 WIRE_STATUS_BY_STATE = {"running": "running", "idle": "done"}
+IMAGE_MIME_TYPES = ("image/png", "image/jpeg", "image/gif", "image/webp")
+MAX_ATTACHMENTS_PER_MESSAGE = 20
+CHANNELS_SHOWN_IN_SESSION = frozenset({"webchat", "last"})
+"""Channels that show the session itself, so that answers need no separate delivery."""
 
 
 def format_session_key(key: str) -> str:
@@ -108,3 +120,71 @@ def format_appended_entry(event: MessageAppended) -> dict[str, Any]:
 def format_assistant_text(text: str, timestamp: int) -> dict[str, Any]:
     """Return a text as the message of an assistant."""
     return {"role": "assistant", "content": [{"type": "text", "text": text}], "timestamp": timestamp}
+
+
+# --- messages from clients ---
+
+
+class ImageAttachment(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """An image attached to a message. Other fields that clients add are ignored."""
+
+    content: Any = None
+    mime_type: str | None = None
+    type: str | None = None
+    file_name: str | None = None
+
+
+def build_message_content(
+    text: str, attachments: Sequence[ImageAttachment]
+) -> str | list[TextBlock | ImageBlock]:
+    """Return the content of a message: plain text, or blocks if images are attached."""
+    if not attachments:
+        return text
+    if len(attachments) > MAX_ATTACHMENTS_PER_MESSAGE:
+        raise InvalidInput(
+            f"At most {MAX_ATTACHMENTS_PER_MESSAGE} attachments are accepted.",
+            "Send fewer.",
+            field="attachments",
+        )
+    images = [_parse_attachment(number, attachment) for number, attachment in enumerate(attachments)]
+    return [*([TextBlock(text=text)] if text.strip() else []), *images]
+
+
+def _parse_attachment(number: int, attachment: ImageAttachment) -> ImageBlock:
+    data = attachment.content if isinstance(attachment.content, str) else ""
+    kind = attachment.mime_type or ""
+    if data.startswith("data:"):
+        head, _, data = data.partition(",")
+        kind = head[5:].partition(";")[0] or kind
+    return parse_image(data, kind, f"attachments/{number}")
+
+
+def parse_image(data: str, kind: str, field: str) -> ImageBlock:
+    """Return an image block. The image must be of a type that models accept, and in base64."""
+    if kind not in IMAGE_MIME_TYPES:
+        raise InvalidInput(
+            f"Images of type {kind[:80]!r} are not supported.",
+            f"Send one of {', '.join(IMAGE_MIME_TYPES)}.",
+            field=field,
+        )
+    try:
+        base64.b64decode(data, validate=True)
+    except (ValueError, binascii.Error):
+        data = ""
+    if not data:
+        raise InvalidInput("An image is not valid base64.", "Send the file itself in base64.", field=field)
+    return ImageBlock(data=data, mime_type=kind)
+
+
+def check_channel(field: str, channel: str | None) -> None:
+    """Reject a channel that this gateway does not have.
+
+    Raises:
+        InvalidInput: naming the field.
+    """
+    if channel and channel.lower() not in CHANNELS_SHOWN_IN_SESSION:
+        raise InvalidInput(
+            f"{field!r} is {channel[:80]!r}, a channel that this gateway does not have.",
+            "Leave it out, or pass 'webchat': the answer is shown in the session.",
+            field=field,
+        )

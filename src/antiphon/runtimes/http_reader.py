@@ -22,7 +22,8 @@ from antiphon.clock import Clock, SystemClock
 from antiphon.errors import ProviderError
 from antiphon.messages import AssistantMessage, StopReason, TextBlock, ThinkingBlock, TokenUsage, ToolCall
 from antiphon.runtimes import Deltas, Prompt
-from antiphon.runtimes.model import ModelSpec, RetryPolicy, build_provider_error
+from antiphon.runtimes.model import ModelSpec, build_provider_error
+from antiphon.runtimes.retry import RetryPolicy
 from antiphon.runtimes.text import sanitize_answer
 
 PLACEHOLDER_KEY = "not-needed"

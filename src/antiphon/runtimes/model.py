@@ -1,6 +1,6 @@
 """Answers a step with a language model behind an HTTP API.
 
-Defines the model (`ModelSpec`), its retries (`RetryPolicy`) and its errors (`build_provider_error`). A `Reader`
+Defines the model (`ModelSpec`) and its errors (`build_provider_error`); `retry` defines its retries. A `Reader`
 reads an answer off the wire: a lean one for chat completions, and one on pydantic-ai's model layer for every other
 API. It is imported and opened on the first step, so importing this module is cheap. The durable loop is the
 engine's; pydantic-ai's agent loop is not used. A reader makes one attempt and raises `ProviderError`; retries are
@@ -25,6 +25,7 @@ from antiphon.config.addresses import mask_url
 from antiphon.errors import ContextOverflow, CredentialsRefused, ProviderError
 from antiphon.messages import AssistantMessage
 from antiphon.runtimes import Deltas, Prompt
+from antiphon.runtimes.retry import RetryPolicy, iterate_attempts
 
 if TYPE_CHECKING:
     import httpx2
@@ -72,23 +73,6 @@ class ModelSpec:
     """Additional bytes for the arguments of tool calls, which can contain files."""
     price: ModelPrice | None = None
     """None means the bundled price list; the cost of a model not listed there is unknown."""
-
-
-class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How often and how long a step is retried. Times are in seconds."""
-
-    attempts: int = 4
-    first_wait: float = 0.5
-    """Doubles with every attempt; up to `jitter` is added so that many sessions do not retry together."""
-    longest_wait: float = 20.0
-    jitter: float = 1.0
-    retry_after: float = 60.0
-    """Longest delay requested by a provider that is waited for; beyond it the step fails."""
-    connect: float = 10.0
-    idle: float = 120.0
-    """Longest silence on an open connection, before the first byte and between bytes."""
-    content: float = 600.0
-    """Longest time without content, whatever else is sent: some models think for long behind keep-alives."""
 
 
 def get_max_answer_tokens(spec: ModelSpec, prompt: Prompt) -> int | None:
@@ -140,8 +124,6 @@ class ModelRuntime:
 
     async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
         reader = self._reader or await self._open_reader()
-        from antiphon.runtimes.retry import iterate_attempts  # noqa: PLC0415 - came with the reader
-
         async for attempt in iterate_attempts(self._retry_policy):
             with attempt:
                 if attempt.num > 1:
@@ -181,7 +163,7 @@ def open_reader(
     http: httpx2.AsyncClient | None = None,
 ) -> Reader:
     """Opens the reader for a spec: the lean one wherever it covers everything, else the one on pydantic-ai."""
-    import_module("antiphon.runtimes.retry")  # imported here, in a thread, rather than on the first step
+    import_module("stamina")  # imported here, in a thread, rather than on the first step
 
     if is_plain_chat_completions(spec):
         from antiphon.runtimes.openai_chat.reader import CompletionsReader  # noqa: PLC0415

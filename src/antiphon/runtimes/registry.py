@@ -23,11 +23,11 @@ from antiphon.runtimes.model import (
     ModelRuntime,
     ModelSpec,
     Reader,
-    RetryPolicy,
     is_plain_chat_completions,
     open_reader,
 )
 from antiphon.runtimes.rehearsal import RehearsalRuntime
+from antiphon.runtimes.retry import RetryPolicy
 
 PRELOAD_THREAD_NAME = "preload-libraries"
 

@@ -1,6 +1,6 @@
-"""Retries of provider requests: how often, how long to wait, and what is logged.
+"""Retries and timeouts of provider requests, and what is logged of them.
 
-It is imported with the first reader, off the event loop, because importing stamina takes longer than the rest of a
+stamina is imported with the first reader, off the event loop, because that takes longer than importing the rest of a
 runtime.
 """
 
@@ -11,19 +11,38 @@ import random
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-import stamina
-from stamina.instrumentation import RetryDetails, RetryHook, get_on_retry_hooks, set_on_retry_hooks
+import msgspec
 
 from antiphon.errors import ProviderError
 
 if TYPE_CHECKING:
-    from antiphon.runtimes.model import RetryPolicy
+    import stamina
+    from stamina.instrumentation import RetryDetails, RetryHook
 
 log = logging.getLogger(__name__)
 
 
+class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a step is retried, and its timeouts. Times are in seconds."""
+
+    attempts: int = 4
+    first_wait: float = 0.5
+    """Doubles with every attempt; up to `jitter` is added so that many sessions do not retry together."""
+    longest_wait: float = 20.0
+    jitter: float = 1.0
+    retry_after: float = 60.0
+    """Longest delay requested by a provider that is waited for; beyond it the step fails."""
+    connect: float = 10.0
+    idle: float = 120.0
+    """Longest silence on an open connection, before the first byte and between bytes."""
+    content: float = 600.0
+    """Longest time without content, whatever else is sent: some models think for long behind keep-alives."""
+
+
 def iterate_attempts(retry_policy: RetryPolicy) -> AsyncIterator[stamina.Attempt]:
     """Yields the attempts at one request as context managers; the last one raises."""
+    import stamina  # noqa: PLC0415 - came with the reader
+
     _install_retry_hook()
 
     def wait_for(error: Exception) -> bool | float:
@@ -49,6 +68,8 @@ def iterate_attempts(retry_policy: RetryPolicy) -> AsyncIterator[stamina.Attempt
 
 def _install_retry_hook() -> None:
     """Logs provider retries in our format. Hooks are process-wide, so other retries keep the default ones."""
+    from stamina.instrumentation import get_on_retry_hooks, set_on_retry_hooks  # noqa: PLC0415
+
     hooks = get_on_retry_hooks()
     if _log_retry not in hooks:
         set_on_retry_hooks([_log_retry, *map(_skip_provider_errors, hooks)])

@@ -19,8 +19,8 @@ from antiphon import keys
 from antiphon.access import WRITE_SCOPE, Caller
 from antiphon.errors import Forbidden, InvalidInput
 from antiphon.gateway.http.responses import build_json_response, read_json
-from antiphon.gateway.incoming_messages import check_channel
 from antiphon.gateway.state import GatewayState
+from antiphon.gateway.wire import check_channel
 from antiphon.messages import Provenance
 from antiphon.operations.types import IncomingMessage, MessageReceipt
 

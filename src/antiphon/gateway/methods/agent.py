@@ -10,9 +10,9 @@ from msgspec import Meta
 from antiphon.access import READ_SCOPE, WRITE_SCOPE
 from antiphon.bus import run_topic
 from antiphon.errors import AgentRunFailed, InvalidInput, NotFound
-from antiphon.gateway import incoming_messages
-from antiphon.gateway.incoming_messages import ImageAttachment
+from antiphon.gateway import slash_commands, wire
 from antiphon.gateway.methods.registry import MethodCall, qualify_session_key, rpc_method
+from antiphon.gateway.wire import ImageAttachment
 from antiphon.gateway.ws import frames
 from antiphon.gateway.ws.frames import IdempotencyKey, Params
 from antiphon.messages import Provenance
@@ -74,7 +74,7 @@ class AgentParams(Params, frozen=True):
 async def run_agent(call: MethodCall, params: AgentParams) -> dict[str, Any]:
     """Submit a message. Responds twice: when it is durable, and when its run has ended."""
     _check_delivery(params)
-    outcome = await incoming_messages.submit_or_run_command(
+    outcome = await slash_commands.submit_or_run_command(
         call.operations, call.caller, _build_message(call, params)
     )
     if outcome.accepted is None:
@@ -103,8 +103,8 @@ def _check_delivery(params: AgentParams) -> None:
     """Reject a delivery target that this gateway does not have, unless the client asks for best effort."""
     if not params.deliver or params.best_effort_deliver:
         return
-    incoming_messages.check_channel("replyChannel", params.reply_channel)
-    incoming_messages.check_channel("channel", params.channel)
+    wire.check_channel("replyChannel", params.reply_channel)
+    wire.check_channel("channel", params.channel)
     for field, to in (("replyTo", params.reply_to), ("to", params.to)):
         if to and to not in {params.session_key, params.session_id}:
             raise InvalidInput(
@@ -119,7 +119,7 @@ def _build_message(call: MethodCall, params: AgentParams) -> IncomingMessage:
     model = f"{params.provider}/{params.model}" if params.provider and params.model else params.model
     return IncomingMessage(
         session=_choose_session(call, params),
-        content=incoming_messages.build_message_content(params.message, params.attachments),
+        content=wire.build_message_content(params.message, params.attachments),
         idempotency_key=params.idempotency_key,
         origin="agent",
         model=model or None,

@@ -11,10 +11,10 @@ from antiphon import keys
 from antiphon.access import ADMIN_SCOPE, READ_SCOPE, WRITE_SCOPE
 from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.errors import Conflict, InvalidInput, NotFound
-from antiphon.gateway import incoming_messages, wire
-from antiphon.gateway.incoming_messages import ImageAttachment
+from antiphon.gateway import slash_commands, wire
 from antiphon.gateway.methods import system
 from antiphon.gateway.methods.registry import MethodCall, qualify_session_key, rpc_method
+from antiphon.gateway.wire import ImageAttachment
 from antiphon.gateway.ws.frames import IdempotencyKey, Params, SessionReference
 from antiphon.operations.types import HistoryPage, IncomingMessage, MessageReceipt
 
@@ -157,7 +157,7 @@ class ChatSendParams(Params, frozen=True):
 async def send_chat_message(call: MethodCall, params: ChatSendParams) -> dict[str, Any]:
     message = IncomingMessage(
         session=qualify_session_key(params.session_key, params.agent_id),
-        content=incoming_messages.build_message_content(params.message, params.attachments),
+        content=wire.build_message_content(params.message, params.attachments),
         idempotency_key=params.idempotency_key,
         thinking=params.thinking or None,
         timeout_seconds=params.timeout_ms / 1000 if params.timeout_ms else None,
@@ -169,7 +169,7 @@ async def send_chat_message(call: MethodCall, params: ChatSendParams) -> dict[st
 async def submit_message(call: MethodCall, message: IncomingMessage) -> dict[str, Any]:
     """Submit a message or run its slash command, and return the receipt."""
     try:
-        result = await incoming_messages.submit_or_run_command(call.operations, call.caller, message)
+        result = await slash_commands.submit_or_run_command(call.operations, call.caller, message)
     except Conflict as error:
         error.data["reason"] = "chat-request-conflict"
         raise

@@ -10,9 +10,9 @@ from msgspec import UNSET, Meta, UnsetType
 from antiphon import keys
 from antiphon.access import ADMIN_SCOPE, WRITE_SCOPE
 from antiphon.errors import AntiphonError, Conflict
-from antiphon.gateway import incoming_messages, wire
-from antiphon.gateway.incoming_messages import ImageAttachment
+from antiphon.gateway import wire
 from antiphon.gateway.methods.registry import MethodCall, qualify_session_key, rpc_method
+from antiphon.gateway.wire import ImageAttachment
 from antiphon.gateway.ws.frames import IdempotencyKey, Params, SessionReference
 from antiphon.operations.types import IncomingMessage, SessionPatch
 
@@ -58,7 +58,7 @@ async def create_session(call: MethodCall, params: SessionCreateParams) -> dict[
         return result
     message = IncomingMessage(
         session=view.key,
-        content=incoming_messages.build_message_content(text or "", params.attachments),
+        content=wire.build_message_content(text or "", params.attachments),
         idempotency_key=params.idempotency_key,
         thinking=params.thinking_level,
     )

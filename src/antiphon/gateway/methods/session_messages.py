@@ -12,10 +12,10 @@ from antiphon import keys
 from antiphon.access import WRITE_SCOPE
 from antiphon.engine.collaboration.exchanges import AnnounceMode
 from antiphon.errors import InvalidInput
-from antiphon.gateway import incoming_messages
-from antiphon.gateway.incoming_messages import ImageAttachment
+from antiphon.gateway import wire
 from antiphon.gateway.methods import chat
 from antiphon.gateway.methods.registry import MethodCall, qualify_session_key, rpc_method
+from antiphon.gateway.wire import ImageAttachment
 from antiphon.gateway.ws.frames import IdempotencyKey, Params, SessionReference
 from antiphon.operations.exchanges import MAX_REPLY_BACK_TURNS
 from antiphon.operations.types import (
@@ -102,7 +102,7 @@ async def steer_session(call: MethodCall, params: SessionMessageParams) -> dict[
 def _build_message(params: SessionMessageParams, session: str) -> IncomingMessage:
     return IncomingMessage(
         session=session,
-        content=incoming_messages.build_message_content(params.message, params.attachments),
+        content=wire.build_message_content(params.message, params.attachments),
         idempotency_key=params.idempotency_key or str(uuid.uuid4()),
         thinking=params.thinking or None,
         timeout_seconds=params.timeout_ms / 1000 if params.timeout_ms else None,

@@ -25,7 +25,7 @@ from antiphon.engine.runs.run_options import RunOptions
 from antiphon.engine.sessions.transcripts import find_unanswered_calls
 from antiphon.engine.validation import THINKING_LEVELS
 from antiphon.errors import AntiphonError, InvalidInput, NotFound
-from antiphon.gateway import incoming_messages
+from antiphon.gateway import wire
 from antiphon.gateway.auth import ClientIdentity
 from antiphon.gateway.http.responses import (
     MAX_BODY_BYTES,
@@ -310,7 +310,7 @@ def parse_image_url(url: str, where: str) -> ImageBlock:
             "Send the image itself, as data:<type>;base64,<data>.",
             field=where,
         )
-    return incoming_messages.parse_image(found[2], found[1].lower(), where)
+    return wire.parse_image(found[2], found[1].lower(), where)
 
 
 def check_image_detail(detail: str | None, where: str) -> None:

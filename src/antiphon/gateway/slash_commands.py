@@ -1,0 +1,49 @@
+"""Slash commands for every client: `/new`, `/reset` and `/stop` instead of a message.
+
+A command repeated with the same idempotency key has no further effect. It needs the scope of its own method: `/new`
+from a caller who may not reset is rejected, not sent as text. `/send` is handled by `operations`; the terminal chat has
+further commands (`cli/chat/controller.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from antiphon.access import Caller
+from antiphon.operations.operations import Operations
+from antiphon.operations.types import IncomingMessage, MessageReceipt
+
+STOP_COMMANDS = frozenset({"/stop", "/abort", "stop", "abort"})
+_RESET_PATTERN = re.compile(r"/(new|reset)", re.IGNORECASE)
+
+
+class SubmitOutcome(msgspec.Struct, frozen=True):
+    """The result of a message: an accepted run, or a completed command."""
+
+    session_key: str
+    accepted: MessageReceipt | None = None
+    done: Literal["reset", "stopped"] | None = None
+    run_ids: list[str] = []
+
+
+async def submit_or_run_command(
+    operations: Operations, caller: Caller, message: IncomingMessage
+) -> SubmitOutcome:
+    """Submit a message, or run the slash command that it is."""
+    # A text with a provenance, from another session or program, is never a command.
+    can_be_command = isinstance(message.content, str) and message.provenance is None and not message.literal
+    text = message.content.strip() if can_be_command and isinstance(message.content, str) else ""
+    if text.lower() in STOP_COMMANDS:
+        stopped = await operations.runs.stop(caller, message.session, key=message.idempotency_key)
+        return SubmitOutcome(message.session, done="stopped", run_ids=stopped.run_ids)
+    if match := _RESET_PATTERN.fullmatch(text):
+        reason = "new" if match[1].lower() == "new" else "reset"
+        view = await operations.conversations.reset(
+            caller, message.session, reason, key=message.idempotency_key
+        )
+        return SubmitOutcome(view.key, done="reset")
+    accepted = await operations.messages.submit(caller, message)
+    return SubmitOutcome(accepted.session_key, accepted=accepted)
