@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.engine.runs import crash_quarantine
+from antiphon.engine import worker
+from antiphon.engine.runs import lifecycle
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.lanes.nats import NatsLanes
@@ -59,9 +60,7 @@ async def suspects(path: Path, names: Sequence[str], asking: str | None = None) 
         for name in names:
             await app.say(name, session(name), idempotency_key=name)
         await wait_for_event(begun)
-    query_database(
-        path / DATABASE, "UPDATE runs SET attempts = ?", crash_quarantine.MIN_SUSPECT_INTERRUPTIONS
-    )
+    query_database(path / DATABASE, "UPDATE runs SET attempts = ?", lifecycle.MIN_SUSPECT_INTERRUPTIONS)
 
 
 async def test_one_that_gets_on_makes_room_for_the_next(tmp_path: Path) -> None:
@@ -112,16 +111,11 @@ async def test_many_have_all_begun_before_long(count: int) -> None:
     """Though none of them gets on: most have done nothing but be there when another one crashed."""
     passed, turns = 0.0, list[float]()
     for behind in reversed(range(1, count)):
-        turns.append(
-            crash_quarantine.compute_turn_seconds(
-                crash_quarantine.ALL_SUSPECTS_START_SECONDS - passed, behind
-            )
-        )
+        turns.append(worker.compute_turn_seconds(worker.ALL_SUSPECTS_START_SECONDS - passed, behind))
         passed += turns[-1]
-    assert passed < crash_quarantine.ALL_SUSPECTS_START_SECONDS + 0.001
+    assert passed < worker.ALL_SUSPECTS_START_SECONDS + 0.001
     assert (
-        min(turns)
-        > min(crash_quarantine.MAX_TURN_SECONDS, crash_quarantine.ALL_SUSPECTS_START_SECONDS / count) - 0.001
+        min(turns) > min(worker.MAX_SUSPECT_TURN_SECONDS, worker.ALL_SUSPECTS_START_SECONDS / count) - 0.001
     )
 
 

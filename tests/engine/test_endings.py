@@ -11,7 +11,7 @@ import pytest
 
 from antiphon.bus import Delta, Listener, session_topic
 from antiphon.clock import ManualClock
-from antiphon.engine.runs import lifecycle, retry
+from antiphon.engine.runs import lifecycle
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import ProviderError, StoreFull, StoreUnsure
@@ -229,7 +229,7 @@ async def test_on_a_full_disk_what_a_run_came_to_waits_for_room_and_is_not_asked
 
         return refused
 
-    monkeypatch.setattr(retry, "STORE_FULL_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(lifecycle, "STORE_FULL_RETRY_SECONDS", 0.01)
     monkeypatch.setattr(lifecycle, "finish_run", full(lifecycle.finish_run))
     monkeypatch.setattr(lifecycle, "commit_messages", full(lifecycle.commit_messages))
     tools = [make_tool("work", work, settle=sort == "own tool")]
@@ -266,7 +266,7 @@ async def test_an_answer_that_came_in_time_is_kept_when_there_is_room_later(
         return tries >= 10
 
     monkeypatch.setattr(lifecycle, "finish_run", full)
-    monkeypatch.setattr(retry, "STORE_FULL_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(lifecycle, "STORE_FULL_RETRY_SECONDS", 0.05)
     async with open_app_fixture(tmp_path, agent, timings=BRISK, clock=clock) as app:
         run_id = await app.say("go", timeout_seconds=30)
         await wait_until(tried)

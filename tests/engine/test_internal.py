@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from antiphon.engine.sessions.internal_entries import is_internal_entry
+from antiphon.engine.sessions.transcripts import is_internal_entry
 from antiphon.messages import (
     AssistantMessage,
     Message,

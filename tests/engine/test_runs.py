@@ -14,7 +14,8 @@ import pytest
 from antiphon.access import Caller
 from antiphon.cli._logging import configure_logging
 from antiphon.clock import ManualClock
-from antiphon.engine.runs import context, crash_quarantine, retry
+from antiphon.engine import worker
+from antiphon.engine.runs import context, lifecycle
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import (
@@ -668,8 +669,8 @@ async def test_a_run_that_kills_its_process_takes_no_other_with_it(tmp_path: Pat
 
 @pytest.mark.requirement("G12")
 async def test_a_suspect_has_its_place_for_a_while_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crash_quarantine, "MAX_TURN_SECONDS", 0.0)
-    place = crash_quarantine.CrashQuarantine()
+    monkeypatch.setattr(worker, "MAX_SUSPECT_TURN_SECONDS", 0.0)
+    place = worker.CrashQuarantine()
     async with asyncio.timeout(BOUND):
         for lane in range(3):
             await place.enter(lane)
@@ -713,7 +714,7 @@ async def test_a_run_that_gets_on_is_never_put_aside(tmp_path: Path) -> None:
 async def test_a_full_disk_in_the_middle_of_a_run_costs_time_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "STORE_FULL_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(lifecycle, "STORE_FULL_RETRY_SECONDS", 0.01)
     tries = 0
 
     async def agent(prompt: Prompt) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import openai
 import pytest
 
-from antiphon.engine.runs import run_options
+from antiphon.engine.runs import client_history
 from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.gateway.openai.common import MAX_MESSAGES_PER_REQUEST
 from antiphon.runtimes import Prompt
@@ -184,8 +184,8 @@ async def test_a_document_and_a_question_after_it_stay_as_they_are(
 async def test_messages_older_than_what_is_compared_are_not_added_again(
     tmp_path: Path, provider: Provider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_options, "ENTRIES_PER_PAGE", 2)
-    monkeypatch.setattr(run_options, "MAX_ENTRIES_COMPARED", 2)
+    monkeypatch.setattr(client_history, "ENTRIES_PER_PAGE", 2)
+    monkeypatch.setattr(client_history, "MAX_ENTRIES_COMPARED", 2)
     provider.default = Answer(text=("ok.",))
     messages: list[Any] = []
     async with gateway(tmp_path, provider) as (_, client):

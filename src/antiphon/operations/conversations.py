@@ -8,10 +8,10 @@ from antiphon.access import Caller
 from antiphon.engine import validation
 from antiphon.engine.runs import lifecycle, run_queue
 from antiphon.engine.sessions import session_rows
+from antiphon.engine.validation import require_current_conversation
 from antiphon.operations.context import OperationContext
 from antiphon.operations.runs import IdleChange, RunOperations
 from antiphon.operations.types import ConversationView, SessionView
-from antiphon.operations.validation import require_current_conversation
 from antiphon.store import Row, Tx
 
 

@@ -7,9 +7,9 @@ import asyncio
 from antiphon import access
 from antiphon.access import Caller
 from antiphon.engine.outbox import delivery_rows, sanitize
+from antiphon.engine.validation import parse_row_cursor, validate_and_clamp, validate_choice
 from antiphon.operations.context import OperationContext
 from antiphon.operations.types import DeliveryPage, DeliveryView
-from antiphon.operations.validation import parse_row_cursor, validate_and_clamp, validate_choice
 from antiphon.store import Row, Tx
 
 DELIVERY_STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "dead")

@@ -21,6 +21,7 @@ from antiphon.engine.outbox.redaction import redact
 from antiphon.engine.runs import lifecycle
 from antiphon.engine.runs.run_queue import AcceptedRun
 from antiphon.engine.sessions import session_rows
+from antiphon.engine.validation import parse_row_cursor, require_current_conversation, validate_and_clamp
 from antiphon.errors import Ambiguous, ChainTooLong, InvalidInput, NotFound, SelfSend
 from antiphon.operations.context import INTERNAL_CALLER, OperationContext
 from antiphon.operations.runs import RUN_WAIT_POLL_SECONDS, RunOperations
@@ -38,7 +39,6 @@ from antiphon.operations.types import (
     SendResult,
     SendStatus,
 )
-from antiphon.operations.validation import parse_row_cursor, require_current_conversation, validate_and_clamp
 from antiphon.store import Row, Tx
 
 MAX_REPLY_BACK_TURNS = 5

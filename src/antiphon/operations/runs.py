@@ -11,7 +11,7 @@ import msgspec
 from antiphon.access import Caller
 from antiphon.bus import RunChanged, run_topic
 from antiphon.engine import validation
-from antiphon.engine.runs import endings, lifecycle, run_options, run_queue
+from antiphon.engine.runs import client_history, endings, lifecycle, run_queue
 from antiphon.engine.runs.effects import NO_EFFECTS, Effects
 from antiphon.engine.sessions import session_rows
 from antiphon.errors import Conflict, NotFound
@@ -78,7 +78,7 @@ class RunOperations:
 
     async def _load_client_calls(self, tx: Tx, caller: Caller, run_id: str) -> list[ToolCall]:
         await self.load_view(tx, caller, run_id)
-        return await run_options.load_client_calls(tx, run_id)
+        return await client_history.load_client_calls(tx, run_id)
 
     async def list_unfinished(self, caller: Caller, session: str) -> list[str]:
         """Return the ids of the running and queued runs of a session, in their order."""

@@ -13,10 +13,10 @@ from antiphon import access, keys
 from antiphon.access import Caller, TargetSession
 from antiphon.engine.sessions import search, session_rows
 from antiphon.engine.sessions.search import SearchQuery, SearchResult
+from antiphon.engine.validation import validate_and_clamp
 from antiphon.errors import Ambiguous, InvalidInput, NotFound
 from antiphon.operations.context import OperationContext
 from antiphon.operations.types import SearchHit, SearchPage
-from antiphon.operations.validation import validate_and_clamp
 from antiphon.store import Row, Tx, listing
 from antiphon.store.fulltext import FulltextQuery
 

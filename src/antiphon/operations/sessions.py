@@ -17,7 +17,17 @@ from antiphon.engine.runs import lifecycle
 from antiphon.engine.sessions import session_rows
 from antiphon.engine.sessions.identity import SessionIdentity, SessionIdentityResolver
 from antiphon.engine.sessions.transcripts import Entry
-from antiphon.engine.validation import THINKING_LEVELS
+from antiphon.engine.validation import (
+    MAX_LABEL_CHARACTERS,
+    SEND_POLICIES,
+    THINKING_LEVELS,
+    VERBOSE_LEVELS,
+    require_current_conversation,
+    require_deletable_key,
+    validate_and_clamp,
+    validate_choice,
+    validate_printable_name,
+)
 from antiphon.errors import Forbidden, InvalidInput, NotFound
 from antiphon.operations.context import OperationContext
 from antiphon.operations.runs import IdleChange, RunOperations
@@ -33,16 +43,6 @@ from antiphon.operations.types import (
     SessionStatusView,
     SessionView,
     UsageLine,
-)
-from antiphon.operations.validation import (
-    MAX_LABEL_CHARACTERS,
-    SEND_POLICIES,
-    VERBOSE_LEVELS,
-    require_current_conversation,
-    require_deletable_key,
-    validate_and_clamp,
-    validate_choice,
-    validate_printable_name,
 )
 from antiphon.store import Row, Tx, listing
 from antiphon.store.listing import SESSION_KINDS, SessionListQuery, SessionListRow

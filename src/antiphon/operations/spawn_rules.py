@@ -26,11 +26,11 @@ from antiphon.engine.collaboration.permissions import (
 from antiphon.engine.collaboration.subagents import ValidatedSpawn
 from antiphon.engine.collaboration.task_rows import TaskOptions
 from antiphon.engine.outbox import delivery_rows
+from antiphon.engine.validation import MAX_LABEL_CHARACTERS, validate_choice, validate_printable_name
 from antiphon.errors import Forbidden, InvalidInput, NotFound, SpawnRefused
 from antiphon.keys import SessionKey
 from antiphon.operations.context import OperationContext
 from antiphon.operations.types import SpawnRequest
-from antiphon.operations.validation import MAX_LABEL_CHARACTERS, validate_choice, validate_printable_name
 from antiphon.store import Row, Tx
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from antiphon.engine.outbox.redaction import redact
 from antiphon.engine.runs import completion, endings, lifecycle
 from antiphon.engine.runs.effects import Effects
 from antiphon.engine.runs.run_queue import AcceptedRun
+from antiphon.engine.validation import validate_and_clamp
 from antiphon.errors import Ambiguous, ChainTooLong, Conflict, InvalidInput, NotFound
 from antiphon.operations.context import OperationContext
 from antiphon.operations.exchanges import derive_request_id
@@ -36,7 +37,6 @@ from antiphon.operations.types import (
     TaskView,
     build_task_view,
 )
-from antiphon.operations.validation import validate_and_clamp
 from antiphon.store import Row, Tx
 
 MAX_LISTED_SUBAGENTS = 200  # of the active ones, and of the most recently spawned ones

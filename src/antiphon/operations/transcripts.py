@@ -13,16 +13,16 @@ from antiphon.engine.idempotency import IdempotentCommand
 from antiphon.engine.runs import compaction, lifecycle
 from antiphon.engine.sessions import feeds, session_rows, transcripts
 from antiphon.engine.sessions.transcripts import MAX_HISTORY_ENTRIES, Entry, HistoryFilter
+from antiphon.engine.validation import (
+    require_current_conversation,
+    validate_and_clamp,
+    validate_printable_name,
+)
 from antiphon.errors import Conflict, InvalidInput, NotFound
 from antiphon.messages import INJECTED_MODEL, AssistantMessage, TextBlock
 from antiphon.operations import types
 from antiphon.operations.context import OperationContext
 from antiphon.operations.types import CompactView, HistoryPage, InjectedEntry, SessionPreview, UsageLine
-from antiphon.operations.validation import (
-    require_current_conversation,
-    validate_and_clamp,
-    validate_printable_name,
-)
 from antiphon.store import Row, Tx
 
 MAX_KEPT_ENTRIES = 1_000_000

@@ -18,8 +18,7 @@ from antiphon import keys
 from antiphon.bus import RunChanged, RunUsage
 from antiphon.engine.collaboration.attachments import AttachmentReceipt, SpawnAttachment
 from antiphon.engine.collaboration.exchanges import AnnounceMode
-from antiphon.engine.runs.run_options import RunOptions
-from antiphon.engine.runs.run_queue import QUIET_ORIGINS, SANITIZED_ORIGINS
+from antiphon.engine.runs.run_queue import QUIET_ORIGINS, SANITIZED_ORIGINS, RunOptions
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.errors import InvalidInput
 from antiphon.messages import (

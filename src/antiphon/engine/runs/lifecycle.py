@@ -12,13 +12,17 @@ runs are ended in `endings`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from antiphon.engine.runs import endings
+from antiphon.engine.runs.client_history import find_unknown_messages
 from antiphon.engine.runs.context import build_interrupted_result
-from antiphon.engine.runs.crash_quarantine import MIN_SUSPECT_INTERRUPTIONS
 from antiphon.engine.runs.effects import (
     DELIVERY_POSTED,
     NO_EFFECTS,
@@ -27,18 +31,25 @@ from antiphon.engine.runs.effects import (
     RunEnding,
     RunIdentity,
 )
-from antiphon.engine.runs.run_options import RunOptions, decode_options, encode_options, find_unknown_messages
-from antiphon.engine.runs.run_queue import NOTE_ORIGIN
+from antiphon.engine.runs.run_queue import NOTE_ORIGIN, RunOptions, decode_options, encode_options
 from antiphon.engine.sessions import transcripts
 from antiphon.engine.sessions.transcripts import Entry
-from antiphon.errors import CrashSuspected, Fenced, InvalidInput, StoreError
+from antiphon.errors import CrashSuspected, Fenced, InvalidInput, StoreError, StoreFull
 from antiphon.messages import AssistantMessage, Message, decode_message, get_role
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
 SQL = Queries("runs")
 SESSIONS_SQL = Queries("sessions")
 
+MIN_SUSPECT_INTERRUPTIONS = (
+    3  # without progress, then a run is a crash suspect; leaves two attempts in quarantine
+)
+STORE_FULL_RETRY_SECONDS = 1.0  # on average; jitter keeps waiting runs from retrying all at once
 MAX_RUNS_SKIPPED_PER_CLAIM = 1000  # runs (such as expired ones) that one claim may end without executing them
 
 
@@ -75,14 +86,14 @@ class Claimant(msgspec.Struct, frozen=True):
     max_run_ms: int
     """Maximum age of runs that were accepted without a deadline."""
     is_quarantined: bool = False
-    """Whether the claimant may start crash suspects (`crash_quarantine`)."""
+    """Whether the claimant may start crash suspects (`CrashQuarantine`)."""
 
 
 async def claim_run(tx: Tx, session: int, claimant: Claimant) -> tuple[Claim | None, Effects]:
     """Resume the active run of a lane if its owner is gone; if no run is active, start the next one.
 
     Raises:
-        CrashSuspected: the run must wait for its turn (`crash_quarantine`).
+        CrashSuspected: the run must wait for its turn (`CrashQuarantine`).
     """
     row = await tx.one(SQL.active_with_lease, session=session)
     if row is None:
@@ -409,3 +420,21 @@ async def is_ended_or_stopping(tx: Tx, run_id: str | None) -> bool:
 async def reset_attempts(tx: Tx, n: int) -> None:
     """Reset the crash count of a run that made progress."""
     await tx.do(SQL.reset_attempts, n=n)
+
+
+async def retry_while_store_full(commit: Callable[[], Awaitable[T]]) -> T:
+    """Repeat a commit until the store has room for it. Cancel the task to give up.
+
+    The results of a run were paid for, and its tool calls may have had effects, so they must not be lost. A full disk
+    leaves nothing of a commit behind, so the same commit can be repeated. After any other failure the outcome of the
+    commit is unknown, and the run is resumed from its transcript.
+    """
+    is_logged = False
+    while True:
+        try:
+            return await commit()
+        except StoreFull as error:
+            if not is_logged:
+                log.warning("Commit failed, disk full; retrying: %s", error)
+            is_logged = True
+            await asyncio.sleep(STORE_FULL_RETRY_SECONDS * random.uniform(0.5, 1.5))  # noqa: S311 - no secret

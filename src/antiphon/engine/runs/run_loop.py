@@ -21,8 +21,7 @@ from antiphon.engine.runs import compaction, context, lifecycle
 from antiphon.engine.runs.context import ModelContext
 from antiphon.engine.runs.deltas import DeltaStream
 from antiphon.engine.runs.effects import RunEnding, RunOutcome
-from antiphon.engine.runs.lifecycle import Claim
-from antiphon.engine.runs.retry import retry_while_store_full
+from antiphon.engine.runs.lifecycle import Claim, retry_while_store_full
 from antiphon.engine.runs.tool_invocation import build_tool_result, invoke_tool
 from antiphon.engine.sessions import transcripts
 from antiphon.engine.sessions.transcripts import Entry

@@ -12,9 +12,9 @@ import secrets
 
 import msgspec
 
-from antiphon.engine.runs.run_options import RunOptions, encode_options
 from antiphon.errors import Conflict, LaneFull
 from antiphon.messages import AssistantMessage, ToolResult, UserMessage, encode_message
+from antiphon.runtimes import Sampling, ToolSpec
 from antiphon.store import Tx
 from antiphon.store.queries import Queries
 
@@ -32,6 +32,34 @@ QUIET_ORIGINS = frozenset({REPLY_BACK_ORIGIN, ANNOUNCE_ORIGIN})
 """Origins of runs whose text is meant for other sessions or the outbox and is not streamed to the chat."""
 SANITIZED_ORIGINS = frozenset({"sessions_send", "sessions_spawn", WAKE_ORIGIN, "steer", "cron", "hook"})
 """Origins of runs that are streamed to viewers who did not request them, so their text is sanitized."""
+
+
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Options that a request sets for its run: model settings, client-side tools, earlier messages.
+
+    They are stored in one column of the run's row, so a run that is resumed after a crash has the same options. Calls
+    of client-side tools are not executed here: they end the run, and their results come with a later request.
+    """
+
+    sampling: Sampling | None = None
+    tools: list[ToolSpec] = []
+    earlier: list[UserMessage | AssistantMessage | ToolResult] = []
+    """The conversation as the client has it; messages the session lacks are added before the new message."""
+
+    @property
+    def tool_names(self) -> frozenset[str]:
+        return frozenset(tool.name for tool in self.tools)
+
+
+_options_decoder = msgspec.json.Decoder(RunOptions)
+
+
+def encode_options(options: RunOptions | None) -> str | None:
+    return None if options is None else msgspec.json.encode(options).decode()
+
+
+def decode_options(stored: str | None) -> RunOptions | None:
+    return None if stored is None else _options_decoder.decode(stored)
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ import msgspec
 
 from antiphon.access import Caller
 from antiphon.engine.runs.effects import RunIdentity
-from antiphon.engine.runs.retry import retry_while_store_full
+from antiphon.engine.runs.lifecycle import retry_while_store_full
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
 from antiphon.errors import AntiphonError, Fenced, StoreError, ToolFailed
 from antiphon.messages import TextBlock, ToolCall, ToolResult

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import msgspec
 
-from antiphon.engine.sessions.internal_entries import is_internal_entry
+from antiphon.engine.outbox import sanitize
 from antiphon.errors import InvalidInput
 from antiphon.messages import (
     AssistantMessage,
@@ -34,6 +34,9 @@ MAX_PAGE_BYTES = 4 * 2**20  # total size of the bodies of a page; a larger entry
 ROWS_PER_FETCH = 64  # limits the memory for large rows besides the page
 MAX_ENTRIES_SCANNED = 5000  # per filtered page
 DEFAULT_HISTORY_ENTRIES, MAX_HISTORY_ENTRIES = 50, 1000
+ANNOUNCE_STEP_KIND = "announce_step"
+MAX_TOKEN_CHARACTERS = 1000
+"""Maximum length of an answer that is only control tokens. A longer one is shown."""
 
 EntryRole: TypeAlias = Literal["user", "assistant", "toolResult", "compaction"]
 
@@ -55,7 +58,7 @@ class HistoryFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Only answers that called this tool, and its results."""
 
     without_internal: bool = False
-    """Only the visible conversation (see `engine.sessions.internal_entries`)."""
+    """Only the visible conversation (see `is_internal_entry`)."""
 
     @property
     def is_narrow(self) -> bool:
@@ -83,7 +86,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     @property
     def is_internal(self) -> bool:
-        """Whether the entry is hidden from people (`internal_entries`)."""
+        """Whether the entry is hidden from people (`is_internal_entry`)."""
         return not self.shown or is_internal_entry(self.role, self.body)
 
 
@@ -251,3 +254,60 @@ def find_unanswered_calls(messages: Sequence[Message]) -> list[ToolCall]:
         call for message in messages if isinstance(message, AssistantMessage) for call in message.tool_calls
     ]
     return [call for call in calls if call.id not in answered]
+
+
+# --- internal entries ---
+
+
+class _EntryBody(msgspec.Struct, frozen=True):
+    """The relevant fields of an entry, even if another program wrote it and it is no valid `Message`."""
+
+    content: Any = None
+    provenance: Any = None
+
+
+_entry_body_decoder = msgspec.json.Decoder(_EntryBody)
+
+
+def is_internal_entry(role: str, body: str) -> bool:
+    """Whether an entry is internal by its content. `Entry.is_internal` also considers its delivery.
+
+    Internal are: answers that are only control tokens, the prompts of announce steps, announcements that were not
+    posted, and reports whose delivery was blocked. They stay in the transcript under their numbers, so that it is
+    complete; views for people leave them out.
+    """
+    # Every control token and the kind of announce steps contain an underscore, however they are encoded.
+    if role not in {"user", "assistant"} or ("_" not in body and "\\u" not in body and body.isascii()):
+        return False
+    try:
+        entry = _entry_body_decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    if role == "user":
+        kind = _get_provenance_kind(entry.provenance)
+        return kind == ANNOUNCE_STEP_KIND or (kind is not None and _is_silence(entry.content))
+    return _is_silence(entry.content)
+
+
+def _get_provenance_kind(provenance: object) -> object:
+    """Return the kind of provenance; None for text typed by a person, which is always shown."""
+    return cast("dict[str, object]", provenance).get("kind") if isinstance(provenance, dict) else None
+
+
+def _is_silence(content: object) -> bool:
+    text = content if isinstance(content, str) else _extract_text(content)
+    return bool(text and len(text) <= MAX_TOKEN_CHARACTERS and text.strip()) and sanitize.is_silence(text)
+
+
+def _extract_text(content: object) -> str:
+    """Return the text of blocks; empty if any block is neither text nor thinking."""
+    blocks = cast("list[object]", content) if isinstance(content, list) else []
+    texts: list[str] = []
+    for each in blocks:
+        block = cast("dict[str, object]", each) if isinstance(each, dict) else {}
+        text = block.get("text")
+        if block.get("type") == "text" and isinstance(text, str):
+            texts.append(text)
+        elif block.get("type") != "thinking":
+            return ""
+    return "".join(texts)

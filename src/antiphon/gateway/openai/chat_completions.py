@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from antiphon.access import Caller
-from antiphon.engine.runs.run_options import RunOptions
+from antiphon.engine.runs.run_queue import RunOptions
 from antiphon.errors import InvalidInput
 from antiphon.gateway.auth import ClientIdentity
 from antiphon.gateway.http.responses import (

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from antiphon import access, keys
 from antiphon.access import Caller
 from antiphon.config import Config
-from antiphon.engine.runs.run_options import RunOptions
+from antiphon.engine.runs.run_queue import RunOptions
 from antiphon.engine.sessions.transcripts import find_unanswered_calls
 from antiphon.engine.validation import THINKING_LEVELS
 from antiphon.errors import AntiphonError, InvalidInput, NotFound

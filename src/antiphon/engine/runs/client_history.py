@@ -1,8 +1,4 @@
-"""Options that a request sets for its run: model settings, client-side tools, earlier messages.
-
-They are stored in one column of the run's row, so a run that is resumed after a crash has the same options. Calls of
-client-side tools are not executed here: they end the run, and their results come with a later request.
-"""
+"""What a client keeps of a conversation itself: messages the session may lack, and calls of the client's own tools."""
 
 from __future__ import annotations
 
@@ -11,11 +7,9 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import TypeAlias
 
-import msgspec
-
+from antiphon.engine.runs.run_queue import RunOptions, decode_options
 from antiphon.engine.sessions import transcripts
 from antiphon.messages import AssistantMessage, CompactionEntry, TextBlock, ToolCall, ToolResult, UserMessage
-from antiphon.runtimes import Sampling, ToolSpec
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
@@ -25,28 +19,6 @@ MAX_ENTRIES_COMPARED = 1000  # entries of a session compared with the earlier me
 MAX_BYTES_COMPARED = 8 * 2**20
 ENTRIES_PER_PAGE = 64
 MAX_STARTS_TRIED = 32  # positions in the client's messages tried as the start of the compared entries
-
-
-class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    sampling: Sampling | None = None
-    tools: list[ToolSpec] = []
-    earlier: list[UserMessage | AssistantMessage | ToolResult] = []
-    """The conversation as the client has it; messages the session lacks are added before the new message."""
-
-    @property
-    def tool_names(self) -> frozenset[str]:
-        return frozenset(tool.name for tool in self.tools)
-
-
-_options_decoder = msgspec.json.Decoder(RunOptions)
-
-
-def encode_options(options: RunOptions | None) -> str | None:
-    return None if options is None else msgspec.json.encode(options).decode()
-
-
-def decode_options(stored: str | None) -> RunOptions | None:
-    return None if stored is None else _options_decoder.decode(stored)
 
 
 async def load_client_calls(tx: Tx, run_id: str) -> list[ToolCall]:
