@@ -167,12 +167,12 @@ async def abandon_waiting_task(
 
 async def settle_stuck_tasks(tx: Tx, now: int) -> Effects:
     """Report tasks that no run will advance."""
-    effects = NO_EFFECTS
+    effects: list[Effects] = []
     for task in await task_rows.list_stalled_tasks(tx):
         if task["outcome"] is None:
             await _record_outcome_without_run(tx, task, "interrupted", "The run was lost.", now)
-        effects += await _report_and_settle(tx, task, None, now)
-    return effects
+        effects.append(await _report_and_settle(tx, task, None, now))
+    return Effects.combine(effects)
 
 
 async def _record_outcome_without_run(tx: Tx, task: Row, outcome: RunOutcome, error: str, now: int) -> None:

@@ -53,7 +53,7 @@ async def complete_step(tx: Tx, step: CompletedStep, now: int) -> Effects:
 
 async def _pass_on_outcome(tx: Tx, step: CompletedStep, now: int) -> Effects:
     """Pass the outcome of a run to its exchange and reply target, and to those of the runs it answers for."""
-    effects, answered_targets = NO_EFFECTS, set[str]()
+    effects, answered_targets = list[Effects](), set[str]()
     answered: list[Row] = (
         await yields.take_answered_runs(tx, step.run_id) if step.origin == WAKE_ORIGIN else []
     )
@@ -61,13 +61,12 @@ async def _pass_on_outcome(tx: Tx, step: CompletedStep, now: int) -> Effects:
     requests += [(run["id"], run["exchange"], run["target"]) for run in answered]
     for requesting_run, exchange, target in requests:
         if exchange is not None:
-            effects += await exchanges.advance_exchange(
-                tx, msgspec.structs.replace(step, exchange=exchange), now
-            )
+            advanced = msgspec.structs.replace(step, exchange=exchange)
+            effects.append(await exchanges.advance_exchange(tx, advanced, now))
         if target is not None and step.usable_reply is not None and target not in answered_targets:
             answered_targets.add(target)
-            effects += await _post_reply(tx, step, requesting_run, target, now)
-    return effects
+            effects.append(await _post_reply(tx, step, requesting_run, target, now))
+    return Effects.combine(effects)
 
 
 async def stop_waiting(tx: Tx, session: int, now: int) -> None:

@@ -5,7 +5,7 @@ A script only describes its effects. They are applied after its commit, so a rol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -84,7 +84,7 @@ class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Effects(msgspec.Struct, frozen=True):
-    """What a commit leads to, in the order in which it is published. Effects are combined with `+`."""
+    """What a commit leads to, in the order in which it is published. Combined with `+`, in loops with `combine`."""
 
     steps: tuple[EndedRun | AcceptedRun | StopRequested, ...] = ()
     """Runs that ended, runs that were queued, and active runs whose owner must stop them."""
@@ -95,6 +95,14 @@ class Effects(msgspec.Struct, frozen=True):
     def queue(cls, accepted: AcceptedRun | None) -> Effects:
         """Return the effects of queueing a run; None if its session no longer exists."""
         return cls((accepted,)) if accepted else NO_EFFECTS
+
+    @classmethod
+    def combine(cls, parts: Iterable[Effects]) -> Effects:
+        """Return the effects of all parts. Use it for loops: adding one by one copies everything before."""
+        parts = list(parts)
+        return cls(
+            tuple(step for part in parts for step in part.steps), any(part.has_deliveries for part in parts)
+        )
 
     def __add__(self, other: Effects) -> Effects:
         return Effects(self.steps + other.steps, self.has_deliveries or other.has_deliveries)

@@ -135,25 +135,27 @@ def identify_run(row: Row, session_key: str, session_id: str) -> RunIdentity:
 async def cancel_runs(tx: Tx, session: int, run_id: str | None, now: int) -> Effects:
     """Stop a session's runs, or one of them. Stopping an active run also stops all sub-agents of its session."""
     active = await tx.one(SQL.active_in_session, session=session)
-    ended = reports = stop_requests = NO_EFFECTS
+    ended: list[Effects] = []
+    reports: list[Effects] = []
+    stop_requests: list[StopRequested] = []
     if run_id is not None and not (active and active["id"] == run_id):
         for row in await tx.all(SQL.queued_in_session, session=session):
             if row["id"] == run_id and row["origin"] != NOTE_ORIGIN:
-                ended += await _end_queued_run(tx, row, STOPPED_BEFORE_START_ENDING, now)
-        return ended
+                ended.append(await _end_queued_run(tx, row, STOPPED_BEFORE_START_ENDING, now))
+        return Effects.combine(ended)
     for member in await tx.all(SQL.active_tree, session=session):
         await _prevent_wakes(tx, member["id"], now)
         if member["id"] != session or run_id is None:
             for row in await tx.all(SQL.queued_in_session, session=member["id"]):
                 # Notes are not stopped: they record what has already happened.
                 if row["origin"] != NOTE_ORIGIN:
-                    ended += await _end_queued_run(tx, row, STOPPED_BEFORE_START_ENDING, now)
+                    ended.append(await _end_queued_run(tx, row, STOPPED_BEFORE_START_ENDING, now))
         # Its sub-agents no longer wake it.
-        reports += await subagents.abandon_waiting_task(tx, member["key"], now)
+        reports.append(await subagents.abandon_waiting_task(tx, member["key"], now))
         for row in await tx.all(SQL.active_in_session, session=member["id"]):
             await tx.do(SQL.request_stop, n=row["n"], now=now)
-            stop_requests += Effects((StopRequested(run_id=row["id"]),))
-    return ended + reports + stop_requests
+            stop_requests.append(StopRequested(run_id=row["id"]))
+    return Effects.combine([*ended, *reports, Effects(tuple(stop_requests))])
 
 
 async def _prevent_wakes(tx: Tx, session: int, now: int) -> None:
@@ -165,10 +167,8 @@ async def _prevent_wakes(tx: Tx, session: int, now: int) -> None:
 async def _cancel_descendants(tx: Tx, session: int, now: int) -> Effects:
     """Stop all sub-agents of a session, but not the session itself."""
     await _prevent_wakes(tx, session, now)
-    effects = NO_EFFECTS
-    for child in await tx.all(SQL.active_children, session=session):
-        effects += await cancel_runs(tx, child["id"], None, now)
-    return effects
+    children = await tx.all(SQL.active_children, session=session)
+    return Effects.combine([await cancel_runs(tx, child["id"], None, now) for child in children])
 
 
 async def list_stop_requested_runs(tx: Tx, owner: str) -> list[str]:
@@ -186,18 +186,18 @@ async def has_overdue_work(tx: Tx, now: int) -> bool:
 
 async def expire_overdue_work(tx: Tx, now: int) -> Effects:
     """End queued runs, and tasks between two runs, whose deadline has passed; a bounded number per call."""
-    effects, ended_ids = NO_EFFECTS, set[str]()
+    effects, ended_ids = list[Effects](), set[str]()
     for row in await tx.all(SQL.overdue, now=now):
         if row["id"] not in ended_ids:  # not yet stopped with its parent
             expired = await _end_queued_run(tx, row, TIMED_OUT_BEFORE_START_ENDING, now)
             ended_ids.update(ended.run.run_id for ended in expired.ended_runs)
-            effects += expired
+            effects.append(expired)
     for task in await tx.all(TASKS_SQL.overdue, now=now):
-        effects += await subagents.abandon_waiting_task(
+        report = await subagents.abandon_waiting_task(
             tx, task["child_key"], now, "timeout", "The run timed out while it waited for its sub-agents."
         )
-        effects += await cancel_runs(tx, task["child"], None, now)
-    return effects
+        effects += [report, await cancel_runs(tx, task["child"], None, now)]
+    return Effects.combine(effects)
 
 
 async def load_runs_past_stop_grace(tx: Tx, before: int) -> dict[str, int]:
