@@ -21,6 +21,8 @@ from antiphon.errors import InvalidInput
 T = TypeVar("T")
 
 ThinkingLevel = Literal["off", "minimal", "low", "medium", "high", "xhigh"]
+Locale = Literal["en", "pt"]
+"""Languages of the reports of sub-agents."""
 StopReason = Literal["stop", "length", "toolUse", "error", "aborted"]
 INJECTED_MODEL = "gateway-injected"  # the model of entries that were added without asking one
 CLIENT_PROVIDER = "client"  # the provider of answers that a client says were given elsewhere before

@@ -26,6 +26,7 @@ from antiphon.config.base import (
 )
 from antiphon.config.compat import ToolNames
 from antiphon.config.secrets import SECRET_MASK, Secret
+from antiphon.messages import Locale
 
 MIB = 1024 * 1024
 
@@ -130,9 +131,9 @@ class Transcripts(Section):
 
 
 class AnnounceConfig(Section):
-    """Wording of announcements."""
+    """Language of the reports of sub-agents."""
 
-    locale: Literal["en", "pt"] = "en"
+    locale: Locale = "en"
 
 
 class Compat(Section):

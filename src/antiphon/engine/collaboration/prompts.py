@@ -15,8 +15,8 @@ import msgspec
 from antiphon.engine.collaboration.framing import quote_name
 from antiphon.engine.outbox.sanitize import ANNOUNCE_SKIP, REPLY_SKIP
 from antiphon.engine.runs.effects import RunOutcome
+from antiphon.messages import Locale
 
-Locale = Literal["en", "pt"]
 ResultSource = Literal["reply", "announce", "tool", "none"]
 MAX_QUOTED_CHARACTERS = 8000  # of each text in an announce step
 

@@ -13,6 +13,7 @@ import msgspec
 
 from antiphon.engine.runs import run_queue
 from antiphon.engine.sessions import session_rows
+from antiphon.messages import Locale
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
@@ -29,7 +30,7 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
     announce: TaskAnnounce = "channel"
     cleanup: Literal["keep", "delete"] = "keep"
     mode: Literal["run", "session"] = "run"
-    locale: Literal["en", "pt"] = "en"
+    locale: Locale = "en"
     announce_ms: int = 90_000
     archive_minutes: int = 60
     transcripts: str = ""
