@@ -22,7 +22,7 @@ from typing import Any
 
 from antiphon.access import Caller
 from antiphon.app import App, open_app
-from antiphon.bus import ALL_SESSIONS_TOPIC, Delivered, Listener
+from antiphon.bus import EVERY_SESSION_TOPIC, Delivered, Listener
 from antiphon.config import Config, parse
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.operations.types import IncomingMessage
@@ -109,7 +109,7 @@ async def exchanges(counts: dict[str, int]) -> list[Figure]:
     """From the call to the announcement in the target's chat: the first reply, five turns, the announce step."""
     times: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        async with hosted(Path(folder)) as opened, opened.bus.listen(ALL_SESSIONS_TOPIC) as events:
+        async with hosted(Path(folder)) as opened, opened.bus.listen(EVERY_SESSION_TOPIC) as events:
             for _ in range(counts["exchanges"]):
                 began = time.perf_counter()
                 await call(opened, "sessions_send", sessionKey="agent:helper:main", message="hello")
@@ -125,7 +125,7 @@ async def spawns(counts: dict[str, int]) -> list[Figure]:
     """From the first call to the last report in the requester's chat."""
     count = counts["spawns"]
     with tempfile.TemporaryDirectory() as folder:
-        async with hosted(Path(folder)) as opened, opened.bus.listen(ALL_SESSIONS_TOPIC) as events:
+        async with hosted(Path(folder)) as opened, opened.bus.listen(EVERY_SESSION_TOPIC) as events:
             began = time.perf_counter()
             hearing = asyncio.create_task(delivered(events, count))
             for start in range(0, count, 100):

@@ -25,7 +25,7 @@ from websockets.exceptions import ConnectionClosed
 
 from antiphon.access import Caller
 from antiphon.app import App
-from antiphon.bus import ALL_SESSIONS_TOPIC, Delivered, Delta, Event, EventBus, RunChanged, SessionChanged
+from antiphon.bus import EVERY_SESSION_TOPIC, Delivered, Delta, Event, EventBus, RunChanged, SessionChanged
 from antiphon.bus.local import MAX_BUFFERED_EVENTS
 from antiphon.engine.runs import deltas
 from antiphon.gateway.server import serve_gateway
@@ -154,7 +154,7 @@ class Street:
     pieces: list[Delta] = field(default_factory=list[Delta])
 
     async def listen(self, bus: EventBus, ready: asyncio.Event) -> None:
-        async with bus.listen(ALL_SESSIONS_TOPIC) as events:
+        async with bus.listen(EVERY_SESSION_TOPIC) as events:
             ready.set()
             while True:
                 match await events.get():

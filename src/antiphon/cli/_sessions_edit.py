@@ -120,8 +120,8 @@ def _confirm_delete(session: str) -> bool:
 async def _load_deletable_session(settings: Settings, reference: str) -> SessionView:
     """Return the session; raise if it cannot be deleted, or if the reference names an earlier conversation of it."""
     from antiphon.cli._backend import open_backend_for_reading
+    from antiphon.engine import validation
     from antiphon.engine.sessions.transcripts import HistoryFilter
-    from antiphon.operations import validation
 
     async with open_backend_for_reading(settings) as backend:
         named = await backend.read_history(reference, HistoryFilter(limit=1))

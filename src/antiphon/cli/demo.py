@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import msgspec
 
-from antiphon.bus import ALL_SESSIONS_TOPIC, Event, Gap, Listener, MessageAppended, RunChanged, ToolPhase
+from antiphon.bus import EVERY_SESSION_TOPIC, Event, Gap, Listener, MessageAppended, RunChanged, ToolPhase
 from antiphon.cli import _output
 from antiphon.cli._move_diagram import (
     ASCII_CHARACTERS,
@@ -184,7 +184,7 @@ async def _open_demo_app(state_dir: Path, *, debug: bool) -> AsyncGenerator[tupl
 
     configure_logging(state_dir, debug=debug)
     config = load(state_dir / "config.json5").config
-    async with open_app(config, state_dir) as app, app.bus.listen(ALL_SESSIONS_TOPIC) as listener:
+    async with open_app(config, state_dir) as app, app.bus.listen(EVERY_SESSION_TOPIC) as listener:
         yield app, listener
 
 
