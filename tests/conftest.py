@@ -42,6 +42,10 @@ EXAMPLES_DIVISOR = 5
 """Hypothesis runs fewer examples on PostgreSQL, since each creates a database."""
 
 
+settings.register_profile("antiphon", deadline=None)  # how long an example takes depends on what else runs
+settings.load_profile("antiphon")
+
+
 def pytest_configure() -> None:
     os.umask(0o022)  # the loader refuses configurations with secrets that a group can write
 

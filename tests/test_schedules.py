@@ -113,7 +113,7 @@ async def desk(
             store=app.store,
             bus=app.bus,
             clock=clock,
-            engine=app.engine.worker,
+            worker=app.engine.worker,
         )
         schedules = JobOperations(app.operations.context, scheduler)
         yield Desk(app, schedules, scheduler, clock)

@@ -118,7 +118,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 store=store,
                 bus=coordination.bus,
                 clock=clock,
-                engine=engine.worker,
+                worker=engine.worker,
             )
             mirror = None
             if config.mirrors_transcripts:

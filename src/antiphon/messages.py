@@ -23,6 +23,8 @@ T = TypeVar("T")
 ThinkingLevel = Literal["off", "minimal", "low", "medium", "high", "xhigh"]
 Locale = Literal["en", "pt"]
 """Languages of the reports of sub-agents."""
+AnnounceMode = Literal["target", "none"]
+"""Whether an exchange between two sessions ends with an announcement in the target's chat."""
 StopReason = Literal["stop", "length", "toolUse", "error", "aborted"]
 INJECTED_MODEL = "gateway-injected"  # the model of entries that were added without asking one
 CLIENT_PROVIDER = "client"  # the provider of answers that a client says were given elsewhere before
@@ -54,9 +56,6 @@ class ImageBlock(_FormatStruct, tag_field="type", tag="image", frozen=True):
     data: str
     """Base64."""
     mime_type: str
-
-
-Block: TypeAlias = TextBlock | ThinkingBlock | ToolCall | ImageBlock
 
 
 class Provenance(_FormatStruct, frozen=True):

@@ -72,6 +72,15 @@ async def test_messages_come_once_in_order_and_say_who_they_are(gateway: Gateway
     assert [event["message"]["seq"] for event in told] == [1, 2, 3, 4]
 
 
+async def test_a_token_that_a_person_types_is_not_internal(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
+        await client.call("sessions.messages.subscribe", key="main")
+        await ask(client, "NO_REPLY")
+        typed, _ = await client.take("session.message", 2)
+    assert (typed["message"]["role"], typed["message"]["content"]) == ("user", "NO_REPLY")
+    assert "internal" not in typed["message"]
+
+
 @pytest.mark.requirement("G38")
 @pytest.mark.parametrize(("after", "expected"), [(0, [1, 2, 3, 4, 5]), (2, [3, 4, 5]), (4, [5])])
 async def test_a_subscriber_gets_what_came_after_its_number_and_then_what_is_new(

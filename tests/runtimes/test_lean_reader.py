@@ -461,6 +461,13 @@ def test_events_may_be_cut_anywhere(size: int) -> None:
     assert found == [b"a\nb", "ü".encode()]
 
 
+@pytest.mark.parametrize("keep_alive", [b"data: \n\n", b"data:\n\n", b"\n\n", b": ping\n\n"])
+def test_an_event_without_data_is_no_event(keep_alive: bytes) -> None:
+    events = EventStreamParser()
+    found = [data for piece in (keep_alive, b"data: a\n\n", keep_alive) for data in events.feed(piece)]
+    assert found == [b"a"]
+
+
 async def test_a_key_that_cannot_be_sent_is_not_quoted() -> None:
     reader = CompletionsReader(spec_of(api_key=f"{KEY}\n", base_url="http://127.0.0.1:9/v1"), RetryPolicy())
     assert not (await error_of(reader)).data["status"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from antiphon.cli._options import Settings
-from antiphon.errors import InvalidInput, Unauthorized
+from antiphon.errors import ConfigError, InvalidInput, Unauthorized
 from antiphon.gateway import discovery
 from antiphon.gateway.discovery import DiscoveryRecord
 from antiphon.paths import REPLICAS_DIRECTORY_NAME, expand_home
@@ -112,8 +112,7 @@ def _read_owner_token(settings: Settings) -> str | None:
     from antiphon.gateway.tokens import TOKEN_FILE_NAME as TOKENS
     from antiphon.gateway.tokens import TokenRegistry
 
-    document = settings.read_config_document()
-    if document is not None and "gateway" in document.content:
+    if _has_auth_section(settings):
         auth = settings.load().config.gateway.auth
         secret = auth.password if auth.mode == "password" else auth.token
         if auth.mode == "none":
@@ -126,3 +125,13 @@ def _read_owner_token(settings: Settings) -> str | None:
             f"The token file {str(path)!r} is gone.", "Restart the gateway, or pass --token-file."
         )
     return TokenRegistry.read(path).owner_token
+
+
+def _has_auth_section(settings: Settings) -> bool:
+    """Whether the configuration sets how clients authenticate; a broken one does not stop a running gateway."""
+    try:
+        document = settings.read_config_document()
+    except ConfigError:
+        return False
+    gateway = document.content.get("gateway") if document else None
+    return isinstance(gateway, dict) and "auth" in gateway

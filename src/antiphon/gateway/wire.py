@@ -15,10 +15,9 @@ import msgspec
 
 from antiphon import keys
 from antiphon.bus import MessageAppended
-from antiphon.engine.sessions.transcripts import Entry
 from antiphon.errors import InvalidInput
 from antiphon.messages import ImageBlock, TextBlock
-from antiphon.operations.types import SessionView, build_history_item
+from antiphon.operations.types import SessionView, build_raw_item
 
 WIRE_KINDS_BY_SESSION_KIND = {"group": "group"}
 WIRE_STATUS_BY_STATE = {"running": "running", "idle": "done"}
@@ -107,8 +106,13 @@ def format_history_item(item: dict[str, Any]) -> dict[str, Any]:
 
 def build_appended_item(event: MessageAppended, *, role_if_damaged: str) -> dict[str, Any]:
     """Return the history item of an appended entry."""
-    return build_history_item(
-        Entry(event.seq, event.entry, role_if_damaged, event.body, 0, event.run_id, int(not event.internal))
+    return build_raw_item(
+        event.body,
+        event.entry,
+        event.seq,
+        event.run_id,
+        is_internal=event.internal,
+        damaged_role=role_if_damaged,
     )
 
 

@@ -280,8 +280,11 @@ class NatsConnection:
             if not client.is_connected:  # nats-py accepts the end of a connection in place of a greeting
                 raise ConnectionResetError("the server closed the connection")
         except Exception as error:
+            explained = _explain_connect_error(
+                address, self._last_error or error
+            )  # closing may record another
             await _close_client(client)
-            raise _explain_connect_error(address, self._last_error or error) from error
+            raise explained from error
         except BaseException:
             await _close_client(client)
             raise

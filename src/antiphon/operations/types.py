@@ -17,11 +17,11 @@ from msgspec import UNSET, UnsetType
 from antiphon import keys
 from antiphon.bus import RunChanged, RunUsage
 from antiphon.engine.collaboration.attachments import AttachmentReceipt, SpawnAttachment
-from antiphon.engine.collaboration.exchanges import AnnounceMode
 from antiphon.engine.runs.run_queue import QUIET_ORIGINS, SANITIZED_ORIGINS, RunOptions
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.errors import InvalidInput
 from antiphon.messages import (
+    AnnounceMode,
     AssistantMessage,
     ImageBlock,
     Provenance,
@@ -721,17 +721,26 @@ def build_session_view(
 
 def build_history_item(entry: Entry) -> dict[str, Any]:
     """The raw entry with its number and id, marked if it is internal. A damaged one is shown as such."""
+    return build_raw_item(
+        entry.body, entry.id, entry.seq, entry.run_id, is_internal=entry.is_internal, damaged_role=entry.role
+    )
+
+
+def build_raw_item(
+    body: str, id: str, seq: int, run_id: str | None, *, is_internal: bool, damaged_role: str
+) -> dict[str, Any]:
+    """An entry as `build_history_item` shows it, for callers that know whether it is internal."""
     try:
-        item: dict[str, Any] = msgspec.json.decode(entry.body, type=dict[str, Any])
+        item: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
         item = {
-            "role": entry.role,
+            "role": damaged_role,
             "content": [],
             "errorMessage": "This entry is damaged and cannot be shown.",
         }
-    run = {"runId": entry.run_id} if entry.run_id else {}
-    internal = {"internal": True} if entry.is_internal else {}
-    return {**item, "id": entry.id, "seq": entry.seq, **run, **internal}
+    run = {"runId": run_id} if run_id else {}
+    internal = {"internal": True} if is_internal else {}
+    return {**item, "id": id, "seq": seq, **run, **internal}
 
 
 def build_preview_item(entry: Entry, max_chars: int) -> PreviewItem | None:

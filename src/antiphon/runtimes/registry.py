@@ -7,14 +7,14 @@ been rotated: the next run gets a new runtime that reads them again.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from antiphon.clock import Clock
 from antiphon.config import NATIVE_PROVIDER_APIS, REHEARSAL_PROVIDER, Config, FoundModel
-from antiphon.errors import AntiphonError, CredentialsRefused
+from antiphon.errors import CredentialsRefused
 from antiphon.messages import AssistantMessage
 from antiphon.runtimes import Deltas, Prompt, Runtime
 from antiphon.runtimes.function import AgentFunction, FunctionRuntime, load_function
@@ -28,6 +28,8 @@ from antiphon.runtimes.model import (
 )
 from antiphon.runtimes.rehearsal import RehearsalRuntime
 from antiphon.runtimes.retry import RetryPolicy
+
+log = logging.getLogger(__name__)
 
 PRELOAD_THREAD_NAME = "preload-libraries"
 
@@ -182,10 +184,10 @@ Slightly oversized files fit as well, so that the tool can refuse them and the m
 
 def _import_libraries(specs: Sequence[ModelSpec]) -> None:
     for spec in specs:
-        with suppress(
-            AntiphonError
-        ):  # such as a package that is not installed; the run that needs it says so
-            open_reader(spec, RetryPolicy())
+        try:
+            asyncio.run(open_reader(spec, RetryPolicy()).close())
+        except Exception:  # such as a package that is not installed; the run that needs it reports it
+            log.debug("The library for %r could not be imported", spec.api, exc_info=True)
 
 
 def _build_keyless_spec(found: FoundModel) -> ModelSpec:

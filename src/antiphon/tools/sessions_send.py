@@ -6,8 +6,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from antiphon.engine.collaboration.exchanges import AnnounceMode
 from antiphon.engine.toolbox import Tool, ToolRequest
+from antiphon.messages import AnnounceMode
 from antiphon.operations.exchanges import MAX_REPLY_BACK_TURNS
 from antiphon.operations.operations import Operations
 from antiphon.operations.types import (

@@ -9,8 +9,6 @@ exchange are stored in its row when it begins.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from antiphon import keys
@@ -22,7 +20,14 @@ from antiphon.engine.outbox.delivery_rows import NewDelivery
 from antiphon.engine.runs import run_queue
 from antiphon.engine.runs.effects import DELIVERY_POSTED, NO_EFFECTS, CompletedStep, Effects
 from antiphon.engine.runs.run_queue import ANNOUNCE_ORIGIN, REPLY_BACK_ORIGIN, AcceptedRun, Submission
-from antiphon.messages import INJECTED_MODEL, AssistantMessage, Provenance, TextBlock, UserMessage
+from antiphon.messages import (
+    INJECTED_MODEL,
+    AnnounceMode,
+    AssistantMessage,
+    Provenance,
+    TextBlock,
+    UserMessage,
+)
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
@@ -30,7 +35,6 @@ SQL = Queries("exchanges")
 SEND_TOOL_NAME = "sessions_send"
 INTER_SESSION_KIND = "inter_session"
 
-AnnounceMode = Literal["target", "none"]
 
 STOPPED_REASON = "run_stopped"
 _NO_REPLY_REASON = "no_reply"

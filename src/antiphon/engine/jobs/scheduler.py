@@ -33,13 +33,13 @@ UNFIRED_JOB_RETRY_SECONDS = 1.0  # for jobs that are due and could not be fired
 
 class Scheduler:
     def __init__(
-        self, *, context: FiringContext, store: Store, bus: EventBus, clock: Clock, engine: Worker
+        self, *, context: FiringContext, store: Store, bus: EventBus, clock: Clock, worker: Worker
     ) -> None:
         self.context = context
         self._store = store
         self._bus = bus
         self._clock = clock
-        self._engine = engine
+        self._worker = worker
         self._max_sleep_seconds = SHARED_STORE_POLL_SECONDS if store.shared else MAX_SLEEP_SECONDS
         self._changed = asyncio.Event()
 
@@ -95,7 +95,7 @@ class Scheduler:
     async def _publish_firing(self, fired: FiringResult) -> FiringResult:
         """Dispatch the run and publish events after the commit; after a crash, the engine finds the run itself."""
         if fired.accepted and fired.accepted.new:
-            await self._engine.dispatch_accepted_run(fired.accepted)
+            await self._worker.dispatch_accepted_run(fired.accepted)
             self._bus.publish(
                 SESSION_CHANGES_TOPIC, SessionChanged(session_key=fired.accepted.session_key, reason="cron")
             )

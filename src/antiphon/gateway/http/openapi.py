@@ -7,6 +7,7 @@ disabled in the configuration (they answer 404).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -165,7 +166,9 @@ OPERATIONS = (
 )
 
 
+@cache
 def build_document() -> JsonSchema:
+    """Return the document. It is built once: generating the schemas takes longer than serving a request may."""
     types = [type for operation in OPERATIONS for type in (operation.body, operation.response) if type]
     found, components = msgspec.json.schema_components(
         [*types, ErrorResponse], ref_template=SCHEMA_REFERENCE_TEMPLATE

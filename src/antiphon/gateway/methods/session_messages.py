@@ -10,13 +10,13 @@ from msgspec import Meta
 
 from antiphon import keys
 from antiphon.access import WRITE_SCOPE
-from antiphon.engine.collaboration.exchanges import AnnounceMode
 from antiphon.errors import InvalidInput
 from antiphon.gateway import wire
 from antiphon.gateway.methods import chat
 from antiphon.gateway.methods.registry import MethodCall, qualify_session_key, rpc_method
 from antiphon.gateway.wire import ImageAttachment
 from antiphon.gateway.ws.frames import IdempotencyKey, Params, SessionReference
+from antiphon.messages import AnnounceMode
 from antiphon.operations.exchanges import MAX_REPLY_BACK_TURNS
 from antiphon.operations.types import (
     DEFAULT_REPLY_TIMEOUT_SECONDS,

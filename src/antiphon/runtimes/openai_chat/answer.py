@@ -45,7 +45,8 @@ class EventStreamParser:
         """The data of the events that this piece completes."""
         end = len(piece) - 2
         if (
-            not (self._rest or self._data)
+            end > len(b"data: ")
+            and not (self._rest or self._data)
             and piece.startswith(b"data: ")
             and piece.find(b"\n") == end
             and piece.endswith(b"\n\n")
