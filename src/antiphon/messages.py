@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import msgspec
 
@@ -21,6 +21,7 @@ from antiphon.errors import InvalidInput
 T = TypeVar("T")
 
 ThinkingLevel = Literal["off", "minimal", "low", "medium", "high", "xhigh"]
+THINKING_LEVELS: tuple[str, ...] = get_args(ThinkingLevel)
 Locale = Literal["en", "pt"]
 """Languages of the reports of sub-agents."""
 AnnounceMode = Literal["target", "none"]

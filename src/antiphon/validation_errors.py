@@ -53,15 +53,20 @@ class ValidationIssue(NamedTuple):
 
 def parse_validation_error(error: Exception) -> ValidationIssue:
     """Converts msgspec's error to the terms of JSON Schema."""
-    text = shorten_error(error)
-    place = _PATH_PATTERN.search(text)
-    path, what = (place[1], text[: place.start()]) if place else ("", text)
+    path, what = split_error(error)
     if unknown := _UNKNOWN_FIELD_PATTERN.fullmatch(what):
         return ValidationIssue(path, f"unexpected property '{unknown[1]}'", unknown[1])
     if missing := _MISSING_FIELD_PATTERN.fullmatch(what):
         return ValidationIssue(path, f"must have required property '{missing[1]}'", missing[1], missing=True)
     what = re.sub(r"Expected `(int|float)` (>=|<=|>|<) (\S+)", r"must be \2 \3", what)
     return ValidationIssue(path, re.sub(r"^Expected `(.+?)`, got `(.+?)`$", r"must be \1, not \2", what))
+
+
+def split_error(error: Exception) -> tuple[str, str]:
+    """The path in msgspec's error, as in `ValidationIssue`, and its text without the path."""
+    text = shorten_error(error)
+    found = _PATH_PATTERN.search(text)
+    return (found[1], text[: found.start()]) if found else ("", text)
 
 
 def shorten_error(error: Exception) -> str:

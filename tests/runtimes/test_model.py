@@ -24,7 +24,7 @@ from msgspec import structs
 from pydantic_ai.messages import ModelResponse
 from stamina.instrumentation import set_on_retry_hooks
 
-from antiphon.config.base import Thinking as Level
+from antiphon.config.base import ConfiguredThinkingLevel as Level
 from antiphon.errors import ContextOverflow, ProviderError
 from antiphon.messages import (
     AssistantMessage,

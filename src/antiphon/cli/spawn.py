@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -15,7 +15,7 @@ from antiphon.cli._errors import get_run_exit_code
 from antiphon.cli._options import Settings, common_options, gateway_options
 from antiphon.cli._param_types import FiniteNumberParam
 from antiphon.errors import InvalidInput
-from antiphon.messages import ThinkingLevel
+from antiphon.messages import THINKING_LEVELS
 
 if TYPE_CHECKING:
     from antiphon.cli._backend import Backend
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from antiphon.operations.types import RunView, SpawnRequest, SpawnResult, TaskView
 
 MAX_TASK_SECONDS = 30 * 86_400
-THINKING_LEVELS: tuple[str, ...] = get_args(ThinkingLevel)
 PHASE_DESCRIPTIONS = {
     "running": "at work",
     "waiting": "waiting for its own sub-agents",

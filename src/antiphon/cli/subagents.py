@@ -22,8 +22,9 @@ ALL_TARGET = "all"
 PHASE_LABELS = {"running": "at work", "waiting": "waiting for its own", "announcing": "wording its report"}
 
 
-def _add_requester_option(function: F) -> F:
-    option = click.option(
+def _subagents_options(function: F) -> F:
+    """Add the options of every command here."""
+    requester_option = click.option(
         "--for",
         "requester",
         metavar="SESSION",
@@ -31,16 +32,14 @@ def _add_requester_option(function: F) -> F:
         show_default=True,
         help="Session whose sub-agents are meant.",
     )
-    return option(function)
+    return requester_option(gateway_options(common_options(function)))
 
 
 @click.group(
     help="List a session's sub-agents, print a report, stop or redirect one. Without a subcommand: `list`.",
     invoke_without_command=True,
 )
-@_add_requester_option
-@gateway_options
-@common_options
+@_subagents_options
 @click.pass_context
 def command(ctx: click.Context, requester: str) -> None:
     if ctx.invoked_subcommand is None:
@@ -48,9 +47,7 @@ def command(ctx: click.Context, requester: str) -> None:
 
 
 @command.command("list")
-@_add_requester_option
-@gateway_options
-@common_options
+@_subagents_options
 @click.pass_obj
 def list_subagents(settings: Settings, requester: str) -> None:
     """List sub-agents that run or ended in the last 30 minutes, newest first."""
@@ -92,9 +89,7 @@ def _format_row(number: int, task: TaskView) -> list[str]:
 
 @command.command()
 @click.argument("target")
-@_add_requester_option
-@gateway_options
-@common_options
+@_subagents_options
 @click.pass_obj
 def show(settings: Settings, target: str, requester: str) -> None:
     """Show a sub-agent with its full report. TARGET is a label, number, key or run id, or `last`."""
@@ -138,9 +133,7 @@ async def _load_report(settings: Settings, target: str, requester: str) -> tuple
 
 @command.command()
 @click.argument("target")
-@_add_requester_option
-@gateway_options
-@common_options
+@_subagents_options
 @click.pass_obj
 def kill(settings: Settings, target: str, requester: str) -> None:
     """Stop a sub-agent and its own sub-agents. TARGET is a label, number, key or run id, `last` or `all`."""
@@ -172,9 +165,7 @@ async def _kill_tasks(settings: Settings, target: str, requester: str) -> list[T
 @command.command()
 @click.argument("target")
 @click.argument("message")
-@_add_requester_option
-@gateway_options
-@common_options
+@_subagents_options
 @click.pass_obj
 def steer(settings: Settings, target: str, message: str, requester: str) -> None:
     """Interrupt a sub-agent and give it MESSAGE as its new task."""

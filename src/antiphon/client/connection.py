@@ -14,10 +14,9 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI, WebSocketException
 from websockets.frames import CloseCode
 
-from antiphon import __version__
+from antiphon import PROTOCOL_VERSIONS, __version__
 from antiphon.errors import AntiphonError, TooLarge, Unavailable
 
-PROTOCOL_VERSIONS = (3, 4)
 RESPONSE_TIMEOUT_SECONDS = 30.0  # for a response, in addition to the wait that a request asks for
 CONNECT_TIMEOUT_SECONDS = 10.0  # for a connection to be established
 CLOSE_TIMEOUT_SECONDS = 0.5  # for the gateway to answer a close frame

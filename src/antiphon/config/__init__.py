@@ -12,7 +12,7 @@ from antiphon.config.agents import (
     SubagentsConfig,
     ToolRules,
 )
-from antiphon.config.base import Thinking, Visibility
+from antiphon.config.base import ConfiguredThinkingLevel
 from antiphon.config.load import LoadedConfig, list_secrets, load, load_document, parse
 from antiphon.config.schema import (
     REHEARSAL_MODEL_REF,
@@ -39,6 +39,7 @@ __all__ = [
     "REHEARSAL_PROVIDER",
     "AgentConfig",
     "Config",
+    "ConfiguredThinkingLevel",
     "FoundModel",
     "LoadedConfig",
     "ModelChoice",
@@ -53,9 +54,7 @@ __all__ = [
     "SendPolicyConfig",
     "SendRuleConfig",
     "SubagentsConfig",
-    "Thinking",
     "ToolRules",
-    "Visibility",
     "build_json_schema",
     "list_secrets",
     "load",

@@ -8,18 +8,17 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 import msgspec
 from pydantic import BeforeValidator, Field, Strict
 
+from antiphon.access import Control, Visibility
 from antiphon.config.base import (
     CALLABLE_TARGET_PATTERN,
     AgentId,
     AgentPatterns,
     Amount,
-    Control,
+    ConfiguredThinkingLevel,
     Count,
     Section,
     Strings,
     Text,
-    Thinking,
-    Visibility,
     build_expected_error,
 )
 from antiphon.config.compat import ToolNames
@@ -74,7 +73,7 @@ class SubagentsConfig(Section):
     run_timeout_seconds: Amount = Field(default=0, description="0 = none.")
     announce_timeout_ms: Count = 90_000
     model: Choice | None = None
-    thinking: Thinking | None = None
+    thinking: ConfiguredThinkingLevel | None = None
     allow_agents: AgentPatterns | None = Field(default=None, description="Left out: only the agent itself.")
     require_agent_id: bool = False
     delegation_mode: Literal["suggest", "prefer"] | None = None
@@ -85,7 +84,7 @@ class EntrySubagents(Section):
 
     allow_agents: AgentPatterns | None = None
     model: Choice | None = None
-    thinking: Thinking | None = None
+    thinking: ConfiguredThinkingLevel | None = None
     require_agent_id: bool | None = None
     delegation_mode: Literal["suggest", "prefer"] | None = None
 
@@ -160,7 +159,7 @@ class AgentDefaults(Section):
         default=256, description="Concurrent model steps in one process, per provider."
     )
     max_steps: Count = Field(default=100, description="Model steps in one run.")
-    thinking_default: Thinking | None = None
+    thinking_default: ConfiguredThinkingLevel | None = None
     compaction: CompactionConfig = Field(default_factory=CompactionConfig.model_construct)
     subagents: SubagentsConfig = Field(default_factory=SubagentsConfig.model_construct)
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig.model_construct)
@@ -176,7 +175,7 @@ class AgentEntry(Section):
     model: Choice | None = None
     workspace: Text | None = None
     identity: IdentityConfig | None = None
-    thinking_default: Thinking | None = None
+    thinking_default: ConfiguredThinkingLevel | None = None
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig.model_construct)
     subagents: EntrySubagents = Field(default_factory=EntrySubagents.model_construct)
     tools: EntryTools = Field(default_factory=EntryTools.model_construct)
@@ -213,7 +212,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelChoice | None
     workspace: str | None
     identity: IdentityConfig | None
-    thinking_default: Thinking | None
+    thinking_default: ConfiguredThinkingLevel | None
     runtime: RuntimeConfig
     timeout_seconds: int
     max_concurrent: int

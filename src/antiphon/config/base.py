@@ -93,8 +93,5 @@ AgentId = Annotated[str, AfterValidator(_normalize_agent_id)]
 AgentPatterns = Annotated[tuple[Annotated[str, AfterValidator(_lower_pattern)], ...], Strict(False)]
 """Agent id patterns, lower-cased for comparison; `*` matches any text."""
 
-Visibility = Literal["self", "tree", "agent", "all"]
-Control = Literal["self", "tree"]
-Action = Literal["allow", "deny"]
-Thinking = Literal[ThinkingLevel, "adaptive", "max"]
+ConfiguredThinkingLevel = Literal[ThinkingLevel, "adaptive", "max"]
 """Thinking levels that a config may name; the last two are those of related gateways."""

@@ -7,26 +7,25 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, Strict, field_serializer
 
+from antiphon.access import Control, Visibility
 from antiphon.config.addresses import mask_url
 from antiphon.config.base import (
     MAX_NUMBER,
     URL_PATH_PATTERN,
     WEB_ADDRESS_PATTERN,
-    Action,
     AgentPatterns,
     Amount,
-    Control,
     Count,
     Days,
     Quantity,
     Section,
     Strings,
     Text,
-    Visibility,
 )
 from antiphon.config.compat import ToolNames
 from antiphon.config.secrets import SECRET_MASK, Secret
 from antiphon.messages import Locale
+from antiphon.send_policy import SendDecision
 
 MIB = 1024 * 1024
 
@@ -60,7 +59,7 @@ class SendMatch(Section):
 class SendRuleConfig(Section):
     """Allows or denies sending in the sessions that match."""
 
-    action: Action
+    action: SendDecision
     match: SendMatch = Field(
         default_factory=SendMatch.model_construct,
         description="Sessions the rule applies to; if left out, every session.",
@@ -71,7 +70,7 @@ class SendPolicyConfig(Section):
     """Which sessions may send outward: any matching deny wins, then any matching allow, then the default."""
 
     rules: Annotated[tuple[SendRuleConfig, ...], Strict(False)] = ()
-    default: Action = "allow"
+    default: SendDecision = "allow"
 
 
 class AgentToAgentTurns(Section):

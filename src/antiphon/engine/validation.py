@@ -7,12 +7,12 @@ from typing import TypeAlias, get_args
 
 from antiphon import keys
 from antiphon.errors import Conflict, InvalidInput, TooLarge
-from antiphon.messages import ImageBlock, TextBlock, ThinkingLevel
+from antiphon.messages import ImageBlock, TextBlock
+from antiphon.send_policy import SendDecision
 from antiphon.store import Row
 
-THINKING_LEVELS: tuple[str, ...] = get_args(ThinkingLevel)
 VERBOSE_LEVELS = ("off", "on", "full")
-SEND_POLICIES = ("allow", "deny")
+SEND_POLICIES: tuple[str, ...] = get_args(SendDecision)
 MAX_LABEL_CHARACTERS = 64
 DELETED_TRANSCRIPT_PREFIX = "forgotten:"
 """Followed by a key, a space and a session id: the record of a deleted conversation."""

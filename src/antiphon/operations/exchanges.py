@@ -17,7 +17,7 @@ from antiphon.engine import validation
 from antiphon.engine.collaboration import chains, exchanges
 from antiphon.engine.collaboration.chains import ChainLink
 from antiphon.engine.collaboration.exchanges import NewExchange
-from antiphon.engine.outbox.redaction import redact
+from antiphon.engine.outbox.redaction import MAX_EXCERPT_SOURCE_CHARACTERS, redact, redact_excerpt
 from antiphon.engine.runs import lifecycle
 from antiphon.engine.runs.run_queue import AcceptedRun
 from antiphon.engine.sessions import session_rows
@@ -46,12 +46,6 @@ DEFAULT_EXCHANGES_PER_PAGE, MAX_EXCHANGES_PER_PAGE = 50, 500
 MAX_EXCHANGES_COMPARED = 10_000  # the most recent ones, when only the beginning of an id is given
 MAX_CANDIDATES = 5
 ALL_SESSIONS_REFUSAL = ("the exchanges of all sessions", "Read your own with sessions_history.")
-MAX_SHOWN_CHARACTERS = 300  # of one text
-# Characters searched for secrets; the last ones are dropped, where a cut secret would not be recognised.
-MAX_SCANNED_CHARACTERS, CUT_EDGE_CHARACTERS = (
-    600,
-    200,
-)
 REQUEST_ID_NAMESPACE = uuid.UUID("9d7c3f54-6d0e-4a0b-9f43-1f7a6a3d0c55")
 
 
@@ -294,7 +288,7 @@ class ExchangeOperations:
             unsettled=unsettled,
             before=before,
             limit=limit,
-            max_characters=MAX_SCANNED_CHARACTERS,
+            max_characters=MAX_EXCERPT_SOURCE_CHARACTERS,
         )
 
     async def list(
@@ -459,23 +453,8 @@ def _build_exchange_view(row: Row) -> ExchangeView:
         current_run_id=row["current"] if row["settled_at"] is None else None,
         chain_id=row["chain"],
         hop=row["hop"],
-        message=_shorten_masked(row["message"]),
-        latest_reply=_shorten_masked(row["latest_reply"]),
+        message=redact_excerpt(row["message"] or None),
+        latest_reply=redact_excerpt(row["latest_reply"] or None),
         created_at=row["created_at"],
         settled_at=row["settled_at"],
-    )
-
-
-def _shorten_masked(text: str | None) -> str | None:
-    """Return the text shortened, with secrets masked; None if it was never set or is deleted."""
-    if not text:
-        return None
-    masked = redact(text)
-    # A secret cut at the end is not recognised, so the end is not shown.
-    if len(text) >= MAX_SCANNED_CHARACTERS:
-        masked = masked[: max(0, len(masked) - CUT_EDGE_CHARACTERS)]
-    return (
-        masked
-        if len(masked) <= MAX_SHOWN_CHARACTERS and len(text) < MAX_SCANNED_CHARACTERS
-        else f"{masked[:MAX_SHOWN_CHARACTERS]}…"
     )

@@ -17,9 +17,9 @@ from antiphon.engine.runs import endings, lifecycle, run_queue
 from antiphon.engine.runs.effects import NO_EFFECTS, Effects
 from antiphon.engine.runs.run_queue import Submission
 from antiphon.engine.sessions import resets, session_rows
-from antiphon.engine.validation import THINKING_LEVELS, require_current_conversation
+from antiphon.engine.validation import require_current_conversation
 from antiphon.errors import InvalidInput
-from antiphon.messages import ImageBlock, TextBlock, ToolResult, UserMessage
+from antiphon.messages import THINKING_LEVELS, ImageBlock, TextBlock, ToolResult, UserMessage
 from antiphon.operations.context import OperationContext
 from antiphon.operations.types import IncomingMessage, MessageReceipt, RequestOrigin
 from antiphon.store import Row, Tx

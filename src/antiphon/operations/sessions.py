@@ -20,7 +20,6 @@ from antiphon.engine.sessions.transcripts import Entry
 from antiphon.engine.validation import (
     MAX_LABEL_CHARACTERS,
     SEND_POLICIES,
-    THINKING_LEVELS,
     VERBOSE_LEVELS,
     require_current_conversation,
     require_deletable_key,
@@ -29,6 +28,7 @@ from antiphon.engine.validation import (
     validate_printable_name,
 )
 from antiphon.errors import Forbidden, InvalidInput, NotFound
+from antiphon.messages import THINKING_LEVELS
 from antiphon.operations.context import OperationContext
 from antiphon.operations.runs import IdleChange, RunOperations
 from antiphon.operations.transcripts import TranscriptOperations

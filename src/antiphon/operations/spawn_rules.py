@@ -29,6 +29,7 @@ from antiphon.engine.outbox import delivery_rows
 from antiphon.engine.validation import MAX_LABEL_CHARACTERS, validate_choice, validate_printable_name
 from antiphon.errors import Forbidden, InvalidInput, NotFound, SpawnRefused
 from antiphon.keys import SessionKey
+from antiphon.messages import THINKING_LEVELS
 from antiphon.operations.context import OperationContext
 from antiphon.operations.types import SpawnRequest
 from antiphon.store import Row, Tx
@@ -80,7 +81,7 @@ class SpawnRules:
         if request.agent_id is not None:
             keys.validate_agent_id(request.agent_id)
         if request.thinking is not None:
-            validate_choice(request.thinking, validation.THINKING_LEVELS, "thinking")
+            validate_choice(request.thinking, THINKING_LEVELS, "thinking")
         if request.model is not None:
             self._config.find_model(request.model)
         seconds = request.run_timeout_seconds

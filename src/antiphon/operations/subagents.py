@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias, overload
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -19,7 +19,7 @@ from antiphon.engine.collaboration.subagents import ValidatedSpawn
 from antiphon.engine.collaboration.yields import WakeRequest
 from antiphon.engine.idempotency import IdempotentCommand
 from antiphon.engine.outbox import sanitize
-from antiphon.engine.outbox.redaction import redact
+from antiphon.engine.outbox.redaction import MAX_EXCERPT_SOURCE_CHARACTERS, redact_excerpt
 from antiphon.engine.runs import completion, endings, lifecycle
 from antiphon.engine.runs.effects import Effects
 from antiphon.engine.runs.run_queue import AcceptedRun
@@ -41,12 +41,6 @@ from antiphon.store import Row, Tx
 
 MAX_LISTED_SUBAGENTS = 200  # of the active ones, and of the most recently spawned ones
 DEFAULT_RECENT_MINUTES, MAX_RECENT_MINUTES = 30, 1440
-MAX_SHOWN_CHARACTERS = 300  # of a text in a list
-# Characters searched for secrets; the last ones are dropped, where a cut secret would not be recognised.
-MAX_SCANNED_CHARACTERS, CUT_EDGE_CHARACTERS = (
-    600,
-    200,
-)
 ALL_TARGETS = frozenset({"all", "*"})
 
 AttachmentFiles: TypeAlias = list[tuple[str, bytes]]
@@ -81,9 +75,9 @@ class SubagentOperations:
         task_id = derive_request_id(caller, request.idempotency_key, origin)
         if caller.is_operator:
             await self._sessions.open(caller, requester)  # the first request for a session may be a spawn
-        given = (caller, request, task_id, origin, requester)
+        call = (caller, request, task_id, origin, requester)
         try:
-            task, accepted = await self._spawn_with_files(files, given)
+            task, accepted = await self._spawn_with_files(files, call)
         except ChainTooLong as error:
             self._context.report_chain_limit(caller, error)
             raise
@@ -95,19 +89,19 @@ class SubagentOperations:
         return _build_spawn_result(caller, task, files)
 
     async def _spawn_with_files(
-        self, files: AttachmentFiles, given: SpawnCall
+        self, files: AttachmentFiles, call: SpawnCall
     ) -> tuple[Row, AcceptedRun | None]:
         """Write attachments only after the request passed every check; remove them if the spawn fails after all."""
         spawning = (
-            await self._context.store.read(self._plan_spawn, *given, self._context.clock.now())
+            await self._context.store.read(self._plan_spawn, call, self._context.clock.now())
             if files
             else None
         )
         if not isinstance(spawning, ValidatedSpawn):
-            return await self._context.store.tx(self._spawn, *given, self._context.clock.now())
-        await asyncio.to_thread(_write_attachments, spawning, given[1], files)
+            return await self._context.store.tx(self._spawn, call, self._context.clock.now())
+        await asyncio.to_thread(_write_attachments, spawning, call[1], files)
         try:
-            return await self._context.store.tx(self._spawn, *given, self._context.clock.now())
+            return await self._context.store.tx(self._spawn, call, self._context.clock.now())
         except Exception:
             # After any failure, which is re-raised. Not after a cancellation: the transaction may still commit a task
             # that needs its files.
@@ -115,30 +109,13 @@ class SubagentOperations:
                 await asyncio.to_thread(attachments.remove, _get_workspace(spawning), spawning.child_key.id)
             raise
 
-    async def _spawn(
-        self,
-        tx: Tx,
-        caller: Caller,
-        request: SpawnRequest,
-        task_id: str,
-        origin: RequestOrigin,
-        requester: str,
-        now: int,
-    ) -> tuple[Row, AcceptedRun | None]:
-        plan = await self._plan_spawn(tx, caller, request, task_id, origin, requester, now)
+    async def _spawn(self, tx: Tx, call: SpawnCall, now: int) -> tuple[Row, AcceptedRun | None]:
+        plan = await self._plan_spawn(tx, call, now)
         return await tasks.begin_task(tx, plan, now) if isinstance(plan, ValidatedSpawn) else (plan, None)
 
-    async def _plan_spawn(
-        self,
-        tx: Tx,
-        caller: Caller,
-        request: SpawnRequest,
-        task_id: str,
-        origin: RequestOrigin,
-        requester: str,
-        now: int,
-    ) -> ValidatedSpawn | Row:
+    async def _plan_spawn(self, tx: Tx, call: SpawnCall, now: int) -> ValidatedSpawn | Row:
         """Return the plan of the child; or the existing task if the request is a repeated one."""
+        caller, request, task_id, origin, requester = call
         # The caller has already opened it.
         above = await self._context.resolve_requester(tx, caller, "send", requester, now, [])
         if above is None:
@@ -175,7 +152,7 @@ class SubagentOperations:
             requester["id"],
             since=since,
             limit=MAX_LISTED_SUBAGENTS,
-            max_characters=MAX_SCANNED_CHARACTERS,
+            max_characters=MAX_EXCERPT_SOURCE_CHARACTERS,
         )
         return [build_task_view(row, caller.agent_id) for row in found]
 
@@ -332,27 +309,9 @@ class SubagentOperations:
 def _shorten_task_texts(task: TaskView) -> TaskView:
     return msgspec.structs.replace(
         task,
-        task=_shorten_masked(task.task),
-        result=_shorten_masked(task.result),
-        error=_shorten_masked(task.error),
-    )
-
-
-@overload
-def _shorten_masked(text: str) -> str: ...
-@overload
-def _shorten_masked(text: None) -> None: ...
-def _shorten_masked(text: str | None) -> str | None:
-    if not text:
-        return text
-    masked = redact(text)
-    # A secret cut at the end is not recognised, so the end is not shown.
-    if len(text) >= MAX_SCANNED_CHARACTERS:
-        masked = masked[: max(0, len(masked) - CUT_EDGE_CHARACTERS)]
-    return (
-        masked
-        if len(masked) <= MAX_SHOWN_CHARACTERS and len(text) < MAX_SCANNED_CHARACTERS
-        else f"{masked[:MAX_SHOWN_CHARACTERS]}…"
+        task=redact_excerpt(task.task),
+        result=redact_excerpt(task.result),
+        error=redact_excerpt(task.error),
     )
 
 

@@ -17,8 +17,6 @@ from antiphon.errors import InvalidInput
 
 MAX_SAFE_INTEGER = 2**53 - 1  # the largest integer that every JSON reader keeps exactly
 
-_PATH_PATTERN = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
-_MISSING_FIELD_PATTERN = re.compile(r"missing required field `(?P<name>[^`]+)`")
 _PLAIN_TYPE_NAMES = {
     "integer": "a whole number",
     "number": "a number",
@@ -29,7 +27,7 @@ _PLAIN_TYPE_NAMES = {
 
 
 class ToolArguments(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """The base of what a tool takes. Constraints in `Meta` refuse; what is clamped is only told in the schema."""
+    """The base of what a tool takes. Constraints in `Meta` refuse; what is clamped is only stated in the schema."""
 
 
 A = TypeVar("A", bound=ToolArguments)
@@ -46,12 +44,12 @@ def parse_arguments(shape: type[A], given: Mapping[str, Any]) -> A:
         if name not in known:
             listed = f"The arguments are {', '.join(known)}." if known else "It takes no arguments."
             raise InvalidInput(f"There is no argument {name[:80]!r}.", listed, field=name[:80])
-    said = {name: value for name, value in given.items() if value is not None}
+    present = {name: value for name, value in given.items() if value is not None}
     try:
-        msgspec.json.encode(said)  # an unpaired surrogate would otherwise only fail in the store
-        return msgspec.convert(said, shape, strict=False)
+        msgspec.json.encode(present)  # an unpaired surrogate would otherwise only fail in the store
+        return msgspec.convert(present, shape, strict=False)
     except msgspec.ValidationError as error:
-        raise _build_refusal(shape, validation_errors.shorten_error(error)) from None
+        raise _build_refusal(shape, error) from None
     except UnicodeEncodeError:
         raise InvalidInput("An argument is not valid Unicode.", "Write it without lone surrogates.") from None
 
@@ -59,9 +57,10 @@ def parse_arguments(shape: type[A], given: Mapping[str, Any]) -> A:
 def build_schema(shape: type[ToolArguments]) -> dict[str, Any]:
     """Return the JSON Schema of the arguments without references, which not every provider supports."""
     _, components = msgspec.json.schema_components([shape], ref_template="{name}")
-    told = cast("dict[str, Any]", _inline_references(components[shape.__name__], components))
-    told = msgspec.json.decode(msgspec.json.encode(told))  # defaults are still Python values, such as tuples
-    return {name: value for name, value in told.items() if name != "description"}
+    schema = cast("dict[str, Any]", _inline_references(components[shape.__name__], components))
+    # Defaults are still Python values, such as tuples.
+    schema = msgspec.json.decode(msgspec.json.encode(schema))
+    return {name: value for name, value in schema.items() if name != "description"}
 
 
 def clamp_value(value: int, least: int, most: int) -> int:
@@ -81,19 +80,19 @@ def _inline_references(node: Any, components: Mapping[str, Any]) -> Any:
     found = cast("dict[str, Any]", node)
     if "$ref" in found:
         return _inline_references(components[found["$ref"]], components)
-    told = {
+    schema = {
         name: _inline_references(value, components)
         for name, value in found.items()
         if not _is_noise(name, value)
     }
-    choices = [choice for choice in told.pop("anyOf", []) if choice != {"type": "null"}]
+    choices = [choice for choice in schema.pop("anyOf", []) if choice != {"type": "null"}]
     if len(choices) == 1:
-        told = {**choices[0], **told}
+        schema = {**choices[0], **schema}
     elif choices:
-        told["anyOf"] = choices
-    if "enum" in told:
-        told.setdefault("type", "string")
-    return told
+        schema["anyOf"] = choices
+    if "enum" in schema:
+        schema.setdefault("type", "string")
+    return schema
 
 
 def _is_noise(name: str, value: Any) -> bool:
@@ -105,15 +104,15 @@ def _is_noise(name: str, value: Any) -> bool:
     )
 
 
-def _build_refusal(shape: type[ToolArguments], message: str) -> InvalidInput:
-    if missing := _MISSING_FIELD_PATTERN.search(message):
-        name = missing["name"]
+def _build_refusal(shape: type[ToolArguments], error: msgspec.ValidationError) -> InvalidInput:
+    issue = validation_errors.parse_validation_error(error)
+    if issue.missing and issue.name:
         return InvalidInput(
-            f"The argument {name!r} is missing.", _describe_allowed_for(shape, name), field=name
+            f"The argument {issue.name!r} is missing.",
+            _describe_allowed_for(shape, issue.name),
+            field=issue.name,
         )
-    at = _PATH_PATTERN.search(message)
-    path = at["path"] if at else ""
-    reason = message[: at.start()] if at else message
+    path, reason = validation_errors.split_error(error)
     return InvalidInput(
         f"{path!r} cannot be accepted: {reason}.", _describe_allowed_for(shape, path), field=path
     )

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import msgspec
 
-from antiphon.engine.validation import THINKING_LEVELS
 from antiphon.keys import SessionKey
+from antiphon.messages import THINKING_LEVELS
 from antiphon.store import Param, Row
 
 MAX_COLUMN_CHARACTERS = 1024  # of one column

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 RUN_WAIT_SECONDS = 60.0  # length of one wait; repeated until the run has ended
 FEED_LAG_SECONDS = 0.5  # how far the feed may lag behind the end of a run
+MAX_QUEUED_LINES = 100  # further ones are refused until some of them are executed
 LEAVE_TIMEOUT_SECONDS = 1.0  # for lines typed before leaving to be executed
 PROMPT_LABEL, CONTINUATION_LABEL = "you> ", ". . . "
 QUIT_COMMAND = "/quit"
@@ -75,7 +76,7 @@ class ChatController:
         self._on_end = on_end
         self._continued_text = ""
         """The lines so far of a message that continues on the next line."""
-        self._line_queue: asyncio.Queue[str] = asyncio.Queue()
+        self._line_queue: asyncio.Queue[str] = asyncio.Queue(MAX_QUEUED_LINES)
         self._pending_lines: deque[str] = deque()
         """Lines that were entered and not yet executed."""
         self._is_processing = False
@@ -206,11 +207,17 @@ class ChatController:
             self._continued_text += f"{line[:-1]}\n"
         else:
             line, self._continued_text = f"{self._continued_text}{line}", ""
-            if line.strip():
-                self._pending_lines.append(line)
-                if self._reconnect_deadline:
-                    self._renderer.print_note("(will be sent when the gateway is back)")
-                self._line_queue.put_nowait(line)
+            if not line.strip():
+                return
+            if self._line_queue.full():  # not waited for: the user must be able to leave
+                self._renderer.print_note(
+                    f"Not accepted, because {MAX_QUEUED_LINES} lines wait to be sent: {_abbreviate(line)}"
+                )
+                return
+            self._pending_lines.append(line)
+            if self._reconnect_deadline:
+                self._renderer.print_note("(will be sent when the gateway is back)")
+            self._line_queue.put_nowait(line)
 
     async def _process_queued_lines(self) -> None:
         """Execute queued lines one after the other."""

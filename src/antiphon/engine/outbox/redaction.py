@@ -10,8 +10,12 @@ keys span several lines.
 from __future__ import annotations
 
 import re
+from typing import overload
 
 MIN_PARTIALLY_SHOWN_CHARACTERS = 18  # shorter secrets are masked completely
+MAX_EXCERPT_CHARACTERS = 300
+MAX_EXCERPT_SOURCE_CHARACTERS = 600  # of the text that an excerpt is made from
+CUT_EDGE_CHARACTERS = 200  # at the end of a cut text, where a cut secret would not be recognised
 MAX_REDACTION_ROUNDS = 8
 """A mask can put the end of one secret before the name of another, so masking is repeated until nothing changes."""
 
@@ -77,6 +81,22 @@ def redact(text: str) -> str:
             break
         before = after
     return text if before == text else before
+
+
+@overload
+def redact_excerpt(text: str) -> str: ...
+@overload
+def redact_excerpt(text: None) -> None: ...
+def redact_excerpt(text: str | None) -> str | None:
+    """Return the beginning of a text with its secrets masked; `text` has `MAX_EXCERPT_SOURCE_CHARACTERS` at most."""
+    if not text:
+        return text
+    masked = redact(text)
+    if len(text) < MAX_EXCERPT_SOURCE_CHARACTERS:
+        return masked if len(masked) <= MAX_EXCERPT_CHARACTERS else f"{masked[:MAX_EXCERPT_CHARACTERS]}…"
+    # It was cut: a secret that is cut at the end is not recognised, so the end is not shown.
+    shown = max(0, min(len(masked) - CUT_EDGE_CHARACTERS, MAX_EXCERPT_CHARACTERS))
+    return f"{masked[:shown]}…"
 
 
 def _may_hold_secret(text: str) -> bool:

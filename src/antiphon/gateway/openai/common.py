@@ -23,7 +23,6 @@ from antiphon.access import Caller
 from antiphon.config import Config
 from antiphon.engine.runs.run_queue import RunOptions
 from antiphon.engine.sessions.transcripts import find_unanswered_calls
-from antiphon.engine.validation import THINKING_LEVELS
 from antiphon.errors import AntiphonError, InvalidInput, NotFound
 from antiphon.gateway import wire
 from antiphon.gateway.auth import ClientIdentity
@@ -41,6 +40,7 @@ from antiphon.gateway.state import GatewayState
 from antiphon.messages import (
     CLIENT_PROVIDER,
     INJECTED_MODEL,
+    THINKING_LEVELS,
     AssistantMessage,
     ImageBlock,
     TextBlock,

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from antiphon import PROTOCOL_VERSIONS
 from antiphon.access import READ_SCOPE, Caller
 from antiphon.gateway.auth import ClientIdentity
 from antiphon.gateway.ws import frames
@@ -98,7 +99,7 @@ class WebSocketConnection:
     ) -> None:
         self.id = connection_id
         self.opened_at = opened_at
-        self.protocol = frames.PROTOCOL_VERSIONS[-1]
+        self.protocol = PROTOCOL_VERSIONS[-1]
         self.client: ConnectedClient | None = None
         self.caller = Caller.operator(())
         self.identity: ClientIdentity | None = None

@@ -23,7 +23,6 @@ from antiphon.errors import (
 )
 from antiphon.validation_errors import ValidationIssue, suggest_options
 
-PROTOCOL_VERSIONS = (3, 4)
 MAX_UNAUTHENTICATED_FRAME_BYTES = 64 * 1024  # received before authentication
 MAX_FRAME_BYTES = 8 * 2**20
 MAX_BUFFERED_BYTES = 50 * 2**20  # queued for a client before it is disconnected

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from antiphon import __version__, keys
+from antiphon import PROTOCOL_VERSIONS, __version__, keys
 from antiphon.access import READ_SCOPE, Caller
 from antiphon.config.addresses import is_loopback
 from antiphon.errors import InvalidInput, ProtocolMismatch
@@ -92,13 +92,13 @@ def get_client_address(scope: MutableMapping[str, Any]) -> str:
 
 def _negotiate_protocol(params: ConnectParams) -> int:
     """Return the newest protocol version that both sides support."""
-    supported = [p for p in frames.PROTOCOL_VERSIONS if params.min_protocol <= p <= params.max_protocol]
+    supported = [p for p in PROTOCOL_VERSIONS if params.min_protocol <= p <= params.max_protocol]
     if not supported:
         raise ProtocolMismatch(
             "protocol mismatch.",
-            f"This gateway speaks protocols {frames.PROTOCOL_VERSIONS[0]} to {frames.PROTOCOL_VERSIONS[-1]}.",
+            f"This gateway speaks protocols {PROTOCOL_VERSIONS[0]} to {PROTOCOL_VERSIONS[-1]}.",
             code="PROTOCOL_MISMATCH",
-            expectedProtocol=frames.PROTOCOL_VERSIONS[-1],
+            expectedProtocol=PROTOCOL_VERSIONS[-1],
             clientMinProtocol=params.min_protocol,
             clientMaxProtocol=params.max_protocol,
         )
