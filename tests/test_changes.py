@@ -65,7 +65,9 @@ MODEL = "rehearsal/rehearsal"
 SIDE = "agent:main:dashboard:side"
 TWO = make_config({"agents": {"list": [{"id": "main"}, {"id": "other"}]}})
 GLOBAL = make_config({"session": {"scope": "global"}})
-STUCK = EngineTimings(lease=3600, sweep=3600, stop_grace=3600)  # nobody ends a run but its owner
+STUCK = EngineTimings(
+    lease_seconds=3600, sweep_interval_seconds=3600, stop_grace_seconds=3600
+)  # nobody ends a run but its owner
 
 
 async def echo(prompt: Prompt) -> str:
@@ -573,7 +575,9 @@ async def test_a_feed_ends_with_its_session(
     from antiphon.engine.sessions import feeds
 
     monkeypatch.setattr(feeds, "IDLE_REREAD_SECONDS", 3600 if bus is LocalBus else 0.01)
-    async with open_app_fixture(tmp_path, echo, bus=bus(), timings=EngineTimings(sweep=0.01)) as app:
+    async with open_app_fixture(
+        tmp_path, echo, bus=bus(), timings=EngineTimings(sweep_interval_seconds=0.01)
+    ) as app:
         await app.ask("hello", SIDE)
         seen: list[Event] = []
         ready = asyncio.Event()

@@ -56,7 +56,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
 START = 1_700_000_000_000
 MINUTE = 60_000
 HOUR = 60 * MINUTE
-QUIET = EngineTimings(lease=10**7, sweep=3600, retention=3600)
+QUIET = EngineTimings(lease_seconds=10**7, sweep_interval_seconds=3600, retention_interval_seconds=3600)
 WORDS = AgentTurn(message="say good morning")
 HOURLY = EverySchedule(every_ms=HOUR)
 _numbers = itertools.count(1)

@@ -34,7 +34,7 @@ from antiphon.store import Tx
 from support.app_fixture import BOUND, MAIN, OPERATOR, AppFixture, make_config, open_app_fixture
 
 AGENTS = ("main", "helper", "writer")
-QUIET = EngineTimings(lease=10**7, sweep=3600, retention=3600)
+QUIET = EngineTimings(lease_seconds=10**7, sweep_interval_seconds=3600, retention_interval_seconds=3600)
 
 
 @pytest.fixture(autouse=True)

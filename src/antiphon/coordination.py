@@ -60,7 +60,7 @@ async def open_coordination(config: Config, store: Store) -> AsyncGenerator[Coor
     )
     await bus.start()
     try:
-        timings = EngineTimings(lease=LEASE_FRACTION_OF_ACK_WAIT * settings.ack_wait_seconds)
+        timings = EngineTimings(lease_seconds=LEASE_FRACTION_OF_ACK_WAIT * settings.ack_wait_seconds)
         yield CoordinationBackend(
             lanes,
             bus,

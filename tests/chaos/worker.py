@@ -127,7 +127,7 @@ async def play(state_dir: Path, name: str, kill: str, place: DatabaseLocation | 
     # Children are deleted by the sweeper, which is in no hurry unless somebody waits for it.
     sweeping = any(spawned.cleanup == "delete" for each in planned for spawned in each.spawns)
     # Where others may share the store, every look around begins with a commit: not too many of them to be killed at.
-    timings = EngineTimings(sweep=0.5 if place else 0.05) if sweeping else EngineTimings()
+    timings = EngineTimings(sweep_interval_seconds=0.5 if place else 0.05) if sweeping else EngineTimings()
     offered = partial(tools, state_dir)
     async with open_app_operations(
         config, state_dir, tools=offered, channels=channels, timings=timings, on_commit=killer

@@ -156,7 +156,9 @@ async def run_replica(settings: Given, own: Path, common: Path) -> None:
     stopping = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
     # The lease is the default of `open_coordination`.
-    timings = EngineTimings(lease=LEASE_FRACTION_OF_ACK_WAIT * config.bus.ack_wait_seconds, **overrides)
+    timings = EngineTimings(
+        lease_seconds=LEASE_FRACTION_OF_ACK_WAIT * config.bus.ack_wait_seconds, **overrides
+    )
     offered = partial(tools, common)
     async with serve_gateway(
         config, own, port=0, channels=channels, tools=offered, timings=timings

@@ -48,7 +48,10 @@ async def test_a_job_fires_once_per_slot_and_outlives_the_replica_that_added_it(
 async def test_retention_touches_each_session_once(tmp_path: Path, postgres: Postgres) -> None:
     retention = {"archiveAfterDays": 30}
     async with open_replica_set(
-        tmp_path, postgres, session={"retention": retention}, timings={"retention": 0.2, "sweep": 0.2}
+        tmp_path,
+        postgres,
+        session={"retention": retention},
+        timings={"retention_interval_seconds": 0.2, "sweep_interval_seconds": 0.2},
     ) as replica_set:
         for replica in replica_set.replicas:
             replica.begin("changes")

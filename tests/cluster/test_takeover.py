@@ -65,7 +65,7 @@ def told_once(replica_set: ReplicaSet, key: str = "run") -> None:
 @pytest.mark.requirement("G1", "G3", "G9", "S4")
 async def test_runs_of_a_killed_replica_are_resumed_soon(tmp_path: Path, postgres: Postgres) -> None:
     """The lane is given to another one, which has not had to look for it."""
-    async with open_replica_set(tmp_path, postgres, timings={"sweep": 600.0}) as replica_set:
+    async with open_replica_set(tmp_path, postgres, timings={"sweep_interval_seconds": 600.0}) as replica_set:
         owner = await begin(replica_set, 3.0)
         waiting = asyncio.create_task(_others(replica_set, owner)[0].ask("wait", run="run", seconds=BOUND))
         await owner.kill()
@@ -81,7 +81,7 @@ async def test_a_replica_paused_longer_than_its_lease_changes_nothing(
     tmp_path: Path, postgres: Postgres, sweep: float
 ) -> None:
     """It looks at what it has and lets go of what it lost; if it never looks, its commit is refused."""
-    async with open_replica_set(tmp_path, postgres, timings={"sweep": sweep}) as replica_set:
+    async with open_replica_set(tmp_path, postgres, timings={"sweep_interval_seconds": sweep}) as replica_set:
         owner = await begin(replica_set, 2.0)
         owner.pause()
         await taken_from(replica_set, owner, BOUND)
@@ -166,7 +166,7 @@ async def test_one_subscription_sees_everything_while_others_are_killed(
 @pytest.mark.requirement("S4", "G16")
 async def test_waits_and_stops_work_wherever_they_are_asked_for(tmp_path: Path, postgres: Postgres) -> None:
     """Nobody looks for stops here: who plays the run is told."""
-    async with open_replica_set(tmp_path, postgres, timings={"sweep": 600.0}) as replica_set:
+    async with open_replica_set(tmp_path, postgres, timings={"sweep_interval_seconds": 600.0}) as replica_set:
         owner = await begin(replica_set, BOUND)
         one, other = _others(replica_set, owner)
         waiting = asyncio.create_task(one.ask("wait", run="run", seconds=BOUND))

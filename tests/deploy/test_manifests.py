@@ -228,7 +228,7 @@ def test_the_gateway_has_the_right_probes_and_grace_period() -> None:
     assert pod["terminationGracePeriodSeconds"] > float(pause) + leaving()
     liveness = container["livenessProbe"]
     # A stall that loses the leases is no reason yet to kill the process.
-    assert liveness["periodSeconds"] * liveness["failureThreshold"] > EngineTimings().lease
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] > EngineTimings().lease_seconds
 
 
 def test_what_selects_pods_finds_them() -> None:

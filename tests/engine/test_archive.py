@@ -36,7 +36,9 @@ from support.app_fixture import wait_for_event
 
 pytestmark = pytest.mark.anyio
 
-SLOW = EngineTimings(lease=10**9, sweep=3600, retention=3600)  # the test sweeps
+SLOW = EngineTimings(
+    lease_seconds=10**9, sweep_interval_seconds=3600, retention_interval_seconds=3600
+)  # the test sweeps
 FILE = {"name": "a.txt", "content": "x"}
 YEAR = RetentionPolicy(delete_archived_after_days=365)
 

@@ -210,7 +210,7 @@ async def test_a_wait_that_is_over_closes_no_circle(tmp_path: Path) -> None:
         return make_tool_calls("sessions_send", sessionKey=main_of("a"), message="y", **CALM)
 
     functions = {"a": ScriptedAgent(a), "b": ScriptedAgent(b)}
-    slow = EngineTimings(sweep=60)  # the sweeper would take the wait away
+    slow = EngineTimings(sweep_interval_seconds=60)  # the sweeper would take the wait away
     async with open_agents_fixture(
         make_agents_config("a", "b"), tmp_path, functions=functions, clock=clock, timings=slow
     ) as agents:

@@ -29,7 +29,7 @@ from support.databases import query_database
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("G12", "G24")]
 
-SLOW = EngineTimings(lease=3600, sweep=3600)
+SLOW = EngineTimings(lease_seconds=3600, sweep_interval_seconds=3600)
 
 
 def session(name: str) -> str:

@@ -33,8 +33,8 @@ from support.app_fixture import (
 
 pytestmark = pytest.mark.anyio
 
-BRISK = EngineTimings(lease=3600, sweep=0.01)
-SLOW = EngineTimings(lease=3600, sweep=3600)  # nobody else looks after a lane
+BRISK = EngineTimings(lease_seconds=3600, sweep_interval_seconds=0.01)
+SLOW = EngineTimings(lease_seconds=3600, sweep_interval_seconds=3600)  # nobody else looks after a lane
 FACE = "\N{GRINNING FACE}"
 HIGH, LOW = "\ud83d", "\ude00"
 

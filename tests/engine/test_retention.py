@@ -22,7 +22,7 @@ from support.app_fixture import MAIN, OPERATOR, open_app_fixture
 
 pytestmark = pytest.mark.anyio
 
-QUIET = EngineTimings(lease=10**7, sweep=3600, retention=3600)
+QUIET = EngineTimings(lease_seconds=10**7, sweep_interval_seconds=3600, retention_interval_seconds=3600)
 RETENTION = RetentionPolicy(archive_after_days=30, delete_archived_after_days=365)
 
 
@@ -145,7 +145,7 @@ async def test_many_are_swept_in_bounded_transactions(tmp_path: Path) -> None:
 @pytest.mark.requirement("G21")
 async def test_by_default_nothing_is_ever_touched_and_the_chore_runs(tmp_path: Path) -> None:
     clock = ManualClock()
-    brisk = EngineTimings(lease=10**7, sweep=3600, retention=0.005)
+    brisk = EngineTimings(lease_seconds=10**7, sweep_interval_seconds=3600, retention_interval_seconds=0.005)
     async with open_app_fixture(tmp_path, echo, clock=clock, timings=brisk) as app:
         await app.ask("hello")
         clock.advance(days=10_000)

@@ -58,8 +58,8 @@ from support.model_provider import Failure, Provider
 
 pytestmark = pytest.mark.anyio
 
-SLOW = EngineTimings(lease=3600, sweep=3600)  # nothing happens by itself
-BRISK = EngineTimings(lease=3600, sweep=0.01, stop_grace=0.05)
+SLOW = EngineTimings(lease_seconds=3600, sweep_interval_seconds=3600)  # nothing happens by itself
+BRISK = EngineTimings(lease_seconds=3600, sweep_interval_seconds=0.01, stop_grace_seconds=0.05)
 API_KEY = "sk-s3cr3t-Qx7"
 
 
@@ -270,7 +270,7 @@ async def test_a_zombie_changes_nothing(
                 await early.store.tx(_ask, Query("test.nothing", "SELECT 1"))
             assert early.rows("SELECT owner, epoch FROM runs WHERE id = ?", run_id) == held
             assert (await early.operations.runs.get(OPERATOR, "second")).state == "queued"
-        clock.advance(seconds=2 * SLOW.lease)
+        clock.advance(seconds=2 * SLOW.lease_seconds)
         async with open_app_fixture(
             tmp_path, echo, clock=clock, store=store, is_only_replica=False, timings=SLOW
         ) as heir:

@@ -42,7 +42,9 @@ async def test_what_a_silent_replica_left_is_counted_as_abandoned(tmp_path: Path
         return ""
 
     functions = {"main": FunctionRuntime(never, history=False)}
-    patient = EngineTimings(lease=600, sweep=600)  # nobody mends it while the test looks
+    patient = EngineTimings(
+        lease_seconds=600, sweep_interval_seconds=600
+    )  # nobody mends it while the test looks
     async with open_app_operations(Config(), tmp_path, functions=functions, timings=patient) as operations:
         await operations.messages.submit(OPERATOR, IncomingMessage(session=MAIN, content="go"))
         await wait_for_event(started)

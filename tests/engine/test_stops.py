@@ -38,7 +38,7 @@ pytestmark = pytest.mark.anyio
 
 CHILD = "agent:main:subagent:11111111-1111-1111-1111-111111111111"
 GRANDCHILD = "agent:main:subagent:22222222-2222-2222-2222-222222222222"
-QUICK = EngineTimings(sweep=0.05, stop_grace=0.2)
+QUICK = EngineTimings(sweep_interval_seconds=0.05, stop_grace_seconds=0.2)
 
 
 class Waiting:
@@ -104,7 +104,7 @@ async def test_a_stop_is_obeyed_though_its_hint_was_lost(tmp_path: Path) -> None
 
     agent = Waiting()
     async with open_app_fixture(
-        tmp_path, agent, bus=Deaf(), timings=EngineTimings(sweep=0.05, stop_grace=60)
+        tmp_path, agent, bus=Deaf(), timings=EngineTimings(sweep_interval_seconds=0.05, stop_grace_seconds=60)
     ) as app:
         run_id = await app.say("one")
         await wait_for_event(agent.started(MAIN))
@@ -118,7 +118,7 @@ async def test_a_thousand_stops_at_once_all_arrive(tmp_path: Path) -> None:
     """More than a listener holds: it is told of the gap and reads the rows."""
     agent = Waiting()
     async with open_app_fixture(
-        tmp_path, agent, bus=LocalBus(buffer=4), timings=EngineTimings(sweep=60)
+        tmp_path, agent, bus=LocalBus(buffer=4), timings=EngineTimings(sweep_interval_seconds=60)
     ) as app:
         app.bus.publish(STOP_TOPIC, StopRequested(run_id="nobody"))
         keys = [f"agent:main:dashboard:{number}" for number in range(20)]
@@ -199,7 +199,9 @@ UNDER_WAY = {
 @pytest.mark.requirement("G16")
 @pytest.mark.parametrize("how", UNDER_WAY)
 async def test_a_stop_reaches_what_is_under_way_in_any_sense(tmp_path: Path, how: str) -> None:
-    async with open_app_fixture(tmp_path, Waiting(), timings=EngineTimings(lease=3600, sweep=3600)) as app:
+    async with open_app_fixture(
+        tmp_path, Waiting(), timings=EngineTimings(lease_seconds=3600, sweep_interval_seconds=3600)
+    ) as app:
         main = await app.create(MAIN)
         await app.create(CHILD, MAIN)
         below = await app.create(GRANDCHILD, CHILD)

@@ -128,7 +128,7 @@ async def test_what_costs_nothing_is_nothing_and_not_unknown(tmp_path: Path) -> 
 async def test_the_ledger_outlives_its_session(tmp_path: Path) -> None:
     clock = ManualClock()
     spender = Spender()
-    timings = EngineTimings(lease=10**7, sweep=3600, retention=3600)
+    timings = EngineTimings(lease_seconds=10**7, sweep_interval_seconds=3600, retention_interval_seconds=3600)
     async with open_app_fixture(
         tmp_path, spender, tools=[make_tool("work", work)], clock=clock, timings=timings
     ) as app:

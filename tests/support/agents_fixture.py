@@ -36,7 +36,7 @@ from support.commit_watcher import CommitWatcher
 from support.databases import query_database
 
 HELPER = "agent:helper:main"
-QUICK_TIMINGS = EngineTimings(sweep=0.02)
+QUICK_TIMINGS = EngineTimings(sweep_interval_seconds=0.02)
 OPEN_ACCESS = {"tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}}}
 """Settings with which every agent can see and message every other."""
 

@@ -31,7 +31,9 @@ pytestmark = pytest.mark.anyio
 
 SQL = Queries("exchanges")
 OTHER = "agent:main:direct:other"
-QUIET = EngineTimings(lease=10**7, sweep=3600, retention=3600)  # nobody mends or forgets what is made up here
+QUIET = EngineTimings(
+    lease_seconds=10**7, sweep_interval_seconds=3600, retention_interval_seconds=3600
+)  # nobody mends or forgets what is made up here
 
 
 async def echo(prompt: Prompt) -> str:

@@ -43,7 +43,7 @@ from support.databases import query_database
 
 pytestmark = pytest.mark.anyio
 
-LASTING = EngineTimings(lease=3600, sweep=0.02)
+LASTING = EngineTimings(lease_seconds=3600, sweep_interval_seconds=0.02)
 NESTED = {"defaults": {"subagents": {"maxSpawnDepth": 2}}}
 
 

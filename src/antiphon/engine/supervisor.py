@@ -33,13 +33,13 @@ COORDINATOR_LEASE_SWEEPS = 3  # the lease of the coordinator lasts this many swe
 
 
 class EngineTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Intervals and limits of the engine. Times are in seconds."""
+    """Intervals and limits of the engine."""
 
-    lease: float = 10.0
-    sweep: float = 2.0
-    deadlines: float = 0.5
-    stop_grace: float = 2.0
-    retention: float = 600.0
+    lease_seconds: float = 10.0
+    sweep_interval_seconds: float = 2.0
+    deadline_interval_seconds: float = 0.5
+    stop_grace_seconds: float = 2.0
+    retention_interval_seconds: float = 600.0
     max_attempts: int = 5
 
 
@@ -72,11 +72,16 @@ class Supervisor:
         """Return the background tasks, each of which repeats one kind of work until it is cancelled."""
         timings = self._timings
         return [
-            self._repeat_every(timings.lease / 3, self._renew_lease),
-            self._repeat_every(timings.sweep, self._sweep),
-            self._repeat_every(timings.deadlines, self._expire_queued_work, coordinator_only=True),
+            self._repeat_every(timings.lease_seconds / 3, self._renew_lease),
+            self._repeat_every(timings.sweep_interval_seconds, self._sweep),
             self._repeat_every(
-                timings.retention, self._apply_retention, coordinator_only=True, immediately=True
+                timings.deadline_interval_seconds, self._expire_queued_work, coordinator_only=True
+            ),
+            self._repeat_every(
+                timings.retention_interval_seconds,
+                self._apply_retention,
+                coordinator_only=True,
+                immediately=True,
             ),
             self._repeat_every(search.INDEX_INTERVAL_SECONDS, self._index_transcripts, coordinator_only=True),
         ]
@@ -121,12 +126,12 @@ class Supervisor:
 
     async def _renew_lease(self, *, is_only_replica: bool = False) -> None:
         now = self._clock.now()
-        until = now + round(self._timings.lease * 1000)
+        until = now + round(self._timings.lease_seconds * 1000)
         await self._store.tx(replicas.renew_lease, self._replica, until, now, is_only_replica=is_only_replica)
 
     async def _acquire_coordinator_lease(self) -> bool:
         now = self._clock.now()
-        until = now + round(COORDINATOR_LEASE_SWEEPS * self._timings.sweep * 1000)
+        until = now + round(COORDINATOR_LEASE_SWEEPS * self._timings.sweep_interval_seconds * 1000)
         return await self._store.tx(replicas.acquire_coordinator_lease, self._replica.id, until, now)
 
     # --- the sweep ---
@@ -155,8 +160,8 @@ class Supervisor:
 
     async def _sweep_as_coordinator(self, now: int) -> None:
         """Do the work that only one replica may do."""
-        await self._force_end_runs(now - round(self._timings.stop_grace * 1000), now)
-        await self.wake_idle_lanes(older_than_seconds=self._timings.sweep)
+        await self._force_end_runs(now - round(self._timings.stop_grace_seconds * 1000), now)
+        await self.wake_idle_lanes(older_than_seconds=self._timings.sweep_interval_seconds)
         if await self._store.tx(replicas.delete_expired_replicas, now):
             self._events.publish_gap()
         if await self._store.read(completion.has_stuck_work):
