@@ -50,12 +50,12 @@ class DeliveryOperations:
             before,
             validate_and_clamp(limit, 1, MAX_DELIVERIES_PER_PAGE, "limit") + 1,
         )
-        shown = rows[: min(limit, MAX_DELIVERIES_PER_PAGE)]
+        page = rows[: min(limit, MAX_DELIVERIES_PER_PAGE)]
         return DeliveryPage(
-            deliveries=await asyncio.to_thread(lambda: [_build_delivery_view(row) for row in shown]),
+            deliveries=await asyncio.to_thread(lambda: [_build_delivery_view(row) for row in page]),
             standing=counts,
             capped=counts.get("delivered") == MAX_DELIVERED_COUNTED,
-            next_cursor=str(shown[-1]["n"]) if len(rows) > len(shown) else None,
+            next_cursor=str(page[-1]["n"]) if len(rows) > len(page) else None,
         )
 
 

@@ -202,13 +202,13 @@ class MessageOperations:
         else:
             validation.validate_message_content(message.content, most, beside=message.instructions)
         for earlier in message.options.earlier if message.options else ():
-            said = earlier.content
-            shown = (
-                said
-                if isinstance(said, str)
-                else [it for it in said if isinstance(it, TextBlock | ImageBlock)]
+            content = earlier.content
+            visible = (
+                content
+                if isinstance(content, str)
+                else [it for it in content if isinstance(it, TextBlock | ImageBlock)]
             )
-            validation.validate_message_size(shown, most, field="messages")
+            validation.validate_message_size(visible, most, field="messages")
         validation.validate_idempotency_key(message.idempotency_key)
         if message.timeout_seconds is not None and not 0 < message.timeout_seconds <= 366 * 86_400:
             raise InvalidInput(

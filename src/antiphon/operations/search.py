@@ -56,13 +56,13 @@ class _MaskedMatches:
 
     def keep_matching(self, found: SearchResult) -> SearchResult:
         """Keep the rows that also match in masked form: otherwise a secret could be guessed letter by letter."""
-        asked, until = found.match.to_fts5(), monotonic() + self._seconds_left
+        query, until = found.match.to_fts5(), monotonic() + self._seconds_left
         rows: list[Row] = []
         try:
             for number, row in enumerate(found.rows):
                 if number and monotonic() > until:
                     return found._replace(rows=rows, complete=False)
-                at = (row["id"], asked)
+                at = (row["id"], query)
                 if at not in self._verdicts:
                     self._verdicts[at] = self._matches(row, found.match)
                 if self._verdicts[at]:
@@ -101,7 +101,7 @@ class SearchOperations:
         recognised.
         """
         access.require_scope(caller, "read")
-        asked = _SearchRequest(
+        request = _SearchRequest(
             query=_validate_query(query),
             limit=validate_and_clamp(limit, 1, MAX_SEARCH_RESULTS, "limit"),
             agent_id=None if agent_id is None else keys.validate_agent_id(agent_id),
@@ -111,14 +111,14 @@ class SearchOperations:
             masking=None if mask is None else _MaskedMatches(mask),
         )
         indexing = await self._is_indexing()
-        rows, in_time, match = await self._search_masked(caller, asked)
+        rows, in_time, match = await self._search_masked(caller, request)
         hits = partial(
-            _build_hits, caller, rows[: asked.limit], match, self._context.clock.now(), asked.masking
+            _build_hits, caller, rows[: request.limit], match, self._context.clock.now(), request.masking
         )
         return SearchPage(
             results=await asyncio.to_thread(hits) if rows else [],
             indexing=indexing,
-            truncated=len(rows) > asked.limit or not in_time,
+            truncated=len(rows) > request.limit or not in_time,
         )
 
     async def _is_indexing(self) -> bool:
@@ -130,40 +130,40 @@ class SearchOperations:
                 last = await self._context.store.tx(search.index_entries, search.INDEX_BATCH_ENTRIES)
         return last < head
 
-    async def _search_masked(self, caller: Caller, asked: _SearchRequest) -> SearchResult:
+    async def _search_masked(self, caller: Caller, request: _SearchRequest) -> SearchResult:
         """Search the index; matches that disappear by masking are replaced by further ones."""
         while True:
-            found = await self._context.store.read(self._search_index, caller, asked)
-            if asked.masking is None:
+            found = await self._context.store.read(self._search_index, caller, request)
+            if request.masking is None:
                 return found
-            seen = await asyncio.to_thread(asked.masking.keep_matching, found)
+            seen = await asyncio.to_thread(request.masking.keep_matching, found)
             if len(seen.rows) == len(found.rows) or not seen.complete:
                 return seen
 
-    async def _search_index(self, tx: Tx, caller: Caller, asked: _SearchRequest) -> SearchResult:
-        scopes = await self._resolve_scopes(tx, caller, asked)
-        wish = SearchQuery(
-            query=asked.query,
-            limit=asked.limit + 1,
+    async def _search_index(self, tx: Tx, caller: Caller, request: _SearchRequest) -> SearchResult:
+        scopes = await self._resolve_scopes(tx, caller, request)
+        query = SearchQuery(
+            query=request.query,
+            limit=request.limit + 1,
             scopes=scopes,
             viewer=caller.session_key,
-            keep=None if asked.masking is None else asked.masking.can_match,
+            can_match=None if request.masking is None else request.masking.can_match,
         )
-        found = await search.find_entries(tx, wish)
+        found = await search.find_entries(tx, query)
         reach = access.compute_reach(caller, self._context.session_resolver.get_grants(caller))
         # The index has already filtered by reach; access is still decided for each row.
         return found._replace(rows=[row for row in found.rows if reach.covers(_build_target(row))])
 
-    async def _resolve_scopes(self, tx: Tx, caller: Caller, asked: _SearchRequest) -> list[list[str]]:
+    async def _resolve_scopes(self, tx: Tx, caller: Caller, request: _SearchRequest) -> list[list[str]]:
         scopes = [await self._resolve_reach_terms(tx, caller)]
-        if asked.agent_id is not None:
-            scopes.append([search.make_agent_scope(asked.agent_id)])
-        if asked.session is not None:
-            row = await self._context.session_resolver.open(tx, caller, "read", asked.session)
+        if request.agent_id is not None:
+            scopes.append([search.make_agent_scope(request.agent_id)])
+        if request.session is not None:
+            row = await self._context.session_resolver.open(tx, caller, "read", request.session)
             scopes.append([search.make_session_scope(row["id"])])
-        if asked.sessions is not None:
-            scopes.append(await self._resolve_readable_sessions(tx, caller, asked.sessions))
-        if not asked.include_tools:
+        if request.sessions is not None:
+            scopes.append(await self._resolve_readable_sessions(tx, caller, request.sessions))
+        if not request.include_tools:
             scopes.append([search.SAID_SCOPE])
         return [scope for scope in scopes if scope is not None]
 

@@ -331,13 +331,13 @@ class SessionOperations:
         self, caller: Caller, rows: Sequence[SessionListRow], limit: int
     ) -> SessionPage:
         """Build a page from up to `limit` + 1 rows; the extra row only shows that more follow."""
-        shown = rows[:limit]
-        await self._context.find_transcript_files((row.session_id, row.key) for row in shown)
+        page = rows[:limit]
+        await self._context.find_transcript_files((row.session_id, row.key) for row in page)
         return SessionPage(
-            count=len(shown),
-            sessions=[self._context.build_listed_view(caller, row) for row in shown],
+            count=len(page),
+            sessions=[self._context.build_listed_view(caller, row) for row in page],
             scope="all" if caller.is_operator else self._context.session_resolver.get_grants(caller).read,
-            next_cursor=_format_cursor(shown[-1]) if len(rows) > limit else None,
+            next_cursor=_format_cursor(page[-1]) if len(rows) > limit else None,
         )
 
     async def get_overview(

@@ -117,19 +117,20 @@ class SubagentOperations:
         """Return the plan of the child; or the existing task if the request is a repeated one."""
         caller, request, task_id, origin, requester = call
         # The caller has already opened it.
-        above = await self._context.resolve_requester(tx, caller, "send", requester, now, [])
-        if above is None:
+        requester_row = await self._context.resolve_requester(tx, caller, "send", requester, now, [])
+        if requester_row is None:
             raise access.build_session_missing_error(requester)
         if before := await task_rows.load_known_task(
-            tx, task_id, above["id"], request.compute_digest(above["key"])
+            tx, task_id, requester_row["id"], request.compute_digest(requester_row["key"])
         ):
             return before
         await _require_run_under_way(tx, origin)
-        link = await self._context.build_chain_link(tx, origin, above["id"], task_id)
-        asking = SpawnRequester(
-            above, self._context.session_resolver.resolve_acting_agent(caller, requester, above)
+        link = await self._context.build_chain_link(tx, origin, requester_row["id"], task_id)
+        spawner = SpawnRequester(
+            requester_row,
+            self._context.session_resolver.resolve_acting_agent(caller, requester, requester_row),
         )
-        spawning = await self._spawn_rules.plan_child(tx, caller, asking, request, task_id, link, now)
+        spawning = await self._spawn_rules.plan_child(tx, caller, spawner, request, task_id, link, now)
         addressee = await completion.load_reply_target(tx, origin.run_id)
         if addressee is None:
             return spawning
@@ -326,9 +327,9 @@ def _choose_subagent(target: str | None, found: Sequence[TaskView]) -> TaskView:
     if target.isdecimal() and len(target) < 5 and 0 < int(target) <= len(found):
         return found[int(target) - 1]
     exact = [t for t in found if target in (t.child_session_key, t.run_id, t.label)]
-    said = target.lower()
+    prefix = target.lower()
     fitting = exact or [
-        t for t in found if (t.label or "").lower().startswith(said) or t.run_id.startswith(target)
+        t for t in found if (t.label or "").lower().startswith(prefix) or t.run_id.startswith(target)
     ]
     if len(fitting) > 1:
         candidates = [task.child_session_key for task in fitting]

@@ -179,13 +179,13 @@ class TranscriptOperations:
     ) -> InjectedEntry:
         """Append a message of the agent to a transcript without running the agent; with a key, only once."""
         validation.validate_idempotency_key(key)
-        said = text
+        content = text
         if label is not None:
             name = validate_printable_name(label, MAX_INJECT_LABEL_CHARACTERS, "label")
-            said = f"[{name}]\n\n{text}"
+            content = f"[{name}]\n\n{text}"
         validation.validate_message_content(text, self._context.config.store.message_max_bytes, beside=label)
         injected, row, entry = await self._context.store.tx(
-            self._inject, caller, session, said, key, self._context.clock.now()
+            self._inject, caller, session, content, key, self._context.clock.now()
         )
         if entry is not None:
             self._context.publish_entry(row, entry)

@@ -82,8 +82,8 @@ def bound_entry(item: dict[str, Any], most: int) -> BoundedEntry:
 def build_placeholder(item: dict[str, Any]) -> BoundedEntry:
     """Return a placeholder for an entry that is too large, with its role, time, id and number."""
     place = {name: item[name] for name in ("role", "timestamp", "id", "seq") if name in item}
-    said = {"type": "text", "text": "[omitted: this message is too large]"}
-    message = {**place, "content": [said], "omitted": True}
+    notice = {"type": "text", "text": "[omitted: this message is too large]"}
+    message = {**place, "content": [notice], "omitted": True}
     return BoundedEntry(message, len(msgspec.json.encode(message)), truncated=True, redacted=False)
 
 

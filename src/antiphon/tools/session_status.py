@@ -51,9 +51,9 @@ def session_status(operations: Operations) -> Tool:
 
 
 def _describe_run(run: RunView) -> dict[str, Any]:
-    told: dict[str, Any] = msgspec.to_builtins(run)
+    fields: dict[str, Any] = msgspec.to_builtins(run)
     return {
-        name: value for name, value in told.items() if name != "sessionKey"
+        name: value for name, value in fields.items() if name != "sessionKey"
     }  # already present at the top level
 
 
@@ -71,7 +71,7 @@ def format_status_card(status: SessionStatusView) -> str:
         ("Cost", _format_cost(status.usage)),
         ("Active", _format_time(session.last_activity_at)),
     ]
-    return "\n".join(f"{name}: {_collapse_lines(said)}" for name, said in lines if said)
+    return "\n".join(f"{name}: {_collapse_lines(value)}" for name, value in lines if value)
 
 
 def _format_title(session: SessionView) -> str:

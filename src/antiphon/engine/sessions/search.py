@@ -142,7 +142,7 @@ class SearchQuery(msgspec.Struct, frozen=True, kw_only=True):
     scopes: Sequence[Sequence[str]] = ()
     viewer: str | None = None
     """The session whose descendants are marked in the rows."""
-    keep: Callable[[Row, FulltextQuery], bool] | None = None
+    can_match: Callable[[Row, FulltextQuery], bool] | None = None
     """A filter for entries that the index finds; rejected ones do not count towards the limit."""
 
 
@@ -173,27 +173,27 @@ class SearchResult(NamedTuple):
     match: FulltextQuery
 
 
-async def find_entries(tx: Tx, wish: SearchQuery) -> SearchResult:
+async def find_entries(tx: Tx, request: SearchQuery) -> SearchResult:
     """Return at most `limit` matching entries, newest first.
 
     The last word may also match as a prefix, but only if whole words do not fill the page and time is left.
     """
-    pieces = _parse_query(wish.query)
-    match = FulltextQuery("words", [piece.text for piece in pieces], scopes=wish.scopes)
-    if not pieces or not all(wish.scopes):
+    pieces = _parse_query(request.query)
+    match = FulltextQuery("words", [piece.text for piece in pieces], scopes=request.scopes)
+    if not pieces or not all(request.scopes):
         return SearchResult([], True, match)
     until = monotonic() + SEARCH_BUDGET_SECONDS
-    found = await _search_backwards(tx, match, wish, until)
-    if len(found.rows) == wish.limit or not found.complete:
+    found = await _search_backwards(tx, match, request, until)
+    if len(found.rows) == request.limit or not found.complete:
         return found
-    wider = await _build_prefix_match(tx, pieces, wish)
+    wider = await _build_prefix_match(tx, pieces, request)
     if wider is None:
         return found
     if monotonic() > until:
         return found._replace(complete=False)
     # For many words, starting a query costs most, so a few wide windows are cheapest.
-    begun = await _search_backwards(tx, wider, wish, until, wide=MAX_BLOCKS_PER_WINDOW // 4)
-    return begun if begun.complete else _merge_results(found, begun, wish.limit)
+    begun = await _search_backwards(tx, wider, request, until, wide=MAX_BLOCKS_PER_WINDOW // 4)
+    return begun if begun.complete else _merge_results(found, begun, request.limit)
 
 
 def _merge_results(found: SearchResult, begun: SearchResult, limit: int) -> SearchResult:
@@ -204,7 +204,7 @@ def _merge_results(found: SearchResult, begun: SearchResult, limit: int) -> Sear
 
 
 async def _search_backwards(
-    tx: Tx, match: FulltextQuery, wish: SearchQuery, until: float, wide: int = 1
+    tx: Tx, match: FulltextQuery, request: SearchQuery, until: float, wide: int = 1
 ) -> SearchResult:
     """Search backwards in growing windows, starting with `wide` blocks.
 
@@ -219,11 +219,13 @@ async def _search_backwards(
         blocks = [make_block_scope(n) for n in range(newest, oldest - 1, -1)]
         here = msgspec.structs.replace(match, scopes=[*match.scopes, blocks])
         after = oldest * ENTRIES_PER_BLOCK - 1
-        left = wish.limit - len(rows)
-        found = await tx.all(SQL.find, match=here, after=after, upto=upto, limit=left, viewer=wish.viewer)
-        rows += found if wish.keep is None else [row for row in found if wish.keep(row, match)]
+        left = request.limit - len(rows)
+        found = await tx.all(SQL.find, match=here, after=after, upto=upto, limit=left, viewer=request.viewer)
+        rows += (
+            found if request.can_match is None else [row for row in found if request.can_match(row, match)]
+        )
         is_page = len(found) == left
-        if len(rows) == wish.limit or (oldest == 0 and not is_page):
+        if len(rows) == request.limit or (oldest == 0 and not is_page):
             return SearchResult(rows, True, match)
         now = monotonic()
         if now > until:
@@ -261,7 +263,7 @@ def _parse_query(query: str) -> list[_QueryPiece]:
 
 
 async def _build_prefix_match(
-    tx: Tx, pieces: Sequence[_QueryPiece], wish: SearchQuery
+    tx: Tx, pieces: Sequence[_QueryPiece], request: SearchQuery
 ) -> FulltextQuery | None:
     """Return a query in which the last word is a prefix; None if that would find nothing new.
 
@@ -274,9 +276,9 @@ async def _build_prefix_match(
     if word is None or not terms or terms == [word[0].lower()]:
         return None
     if len(terms) > MAX_COMPLETIONS:
-        return FulltextQuery("words", [piece.text for piece in pieces], beginning=True, scopes=wish.scopes)
+        return FulltextQuery("words", [piece.text for piece in pieces], beginning=True, scopes=request.scopes)
     either = [f"{last.text[: word.start()]}{term}" for term in terms]
-    return FulltextQuery("words", [piece.text for piece in others], either=either, scopes=wish.scopes)
+    return FulltextQuery("words", [piece.text for piece in others], either=either, scopes=request.scopes)
 
 
 async def _load_completions(tx: Tx, word: str) -> list[str]:
