@@ -14,7 +14,7 @@ from antiphon import validation_errors
 from antiphon.config import Config
 from antiphon.errors import AntiphonError
 from antiphon.gateway.ws import frames
-from antiphon.tools import _arguments
+from antiphon.tools import _adapter
 from antiphon.validation_errors import MAX_COMPARED_NAME_CHARACTERS, find_nearest
 
 pytestmark = pytest.mark.requirement("W1")
@@ -31,7 +31,7 @@ class Outer(frames.Params, frozen=True):
     inner: tuple[Inner, ...] = ()
 
 
-class Taken(_arguments.ToolArguments, frozen=True):
+class Taken(_adapter.ToolArguments, frozen=True):
     mode: Literal["a", "b"] = "a"
 
 
@@ -61,7 +61,7 @@ def test_what_is_said_of_a_name_is_short_however_long_it_is(params: object, says
     [
         lambda: Config().get_agent(MEGABYTES),
         lambda: Config().find_model(MEGABYTES),
-        lambda: _arguments.parse_arguments(Taken, {"mode": MEGABYTES}),
+        lambda: _adapter.parse_arguments(Taken, {"mode": MEGABYTES}),
     ],
 )
 def test_neither_is_what_nothing_is_called_repeated(ask: Any) -> None:

@@ -12,8 +12,7 @@ from msgspec import Meta
 
 from antiphon.engine.toolbox import ToolRequest
 from antiphon.errors import InvalidInput, StoreReadOnly
-from antiphon.tools._adapter import build_tool
-from antiphon.tools._arguments import ToolArguments, build_schema, parse_arguments
+from antiphon.tools._adapter import ToolArguments, build_schema, build_tool, parse_arguments
 from support.app_fixture import open_app_fixture
 from support.tool_calls import MAIN_AGENT, answer_briefly, call_refused_tool, list_tools
 

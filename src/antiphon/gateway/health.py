@@ -91,12 +91,9 @@ class Health:
         self._agent_ids, self._default_agent_id = config.agent_ids, config.default_agent_id
         self._empty_counts: dict[str, Any] = {"path": gateway.database_path, "count": 0, "recent": []}
         self._counts_by_agent: dict[str | None, dict[str, Any]] = {}
-        self._stale = asyncio.Event()
-        self._stale.set()
-
-    def mark_stale(self) -> None:
-        """Have the sessions counted again."""
-        self._stale.set()
+        self.has_stale_counts = asyncio.Event()
+        """Set whenever a session changes; the sessions are then counted again."""
+        self.has_stale_counts.set()
 
     def build_report(self) -> dict[str, Any]:
         return {
@@ -128,8 +125,8 @@ class Health:
     async def run(self) -> None:
         """Count the sessions after changes, until cancelled."""
         while True:
-            await self._stale.wait()
-            self._stale.clear()
+            await self.has_stale_counts.wait()
+            self.has_stale_counts.clear()
             try:
                 await self._count_sessions()
             except AntiphonError as error:

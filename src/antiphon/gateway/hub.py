@@ -1,7 +1,7 @@
 """Broadcasts live events to all connections: what happens to runs and sessions, ticks, presence and shutdown.
 
 The hub dispatches events of the bus to the parts that know how to show them: growing answers (`run_streams`), changed
-sessions (`session_changes`), subscriptions to messages (`subscriptions`), presence and health (`health`). Each event is
+sessions (`SessionChanges`), subscriptions to messages (`subscriptions`), presence and health (`health`). Each event is
 encoded once. Events are hints about durable rows and may be lost; clients that must not miss anything wait for a run's
 end (`agent.wait`), subscribe to messages or read lists again.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from antiphon.bus import (
     EVERY_SESSION_TOPIC,
@@ -24,16 +25,17 @@ from antiphon.bus import (
     SessionChanged,
     ToolPhase,
 )
-from antiphon.errors import NotFound
+from antiphon.clock import Clock
+from antiphon.errors import AntiphonError, NotFound
 from antiphon.gateway import wire
 from antiphon.gateway.health import Health, Presence
 from antiphon.gateway.run_streams import RunStreams
-from antiphon.gateway.session_changes import SessionChanges
 from antiphon.gateway.state import READ_ONLY_CALLER, GatewayState
 from antiphon.gateway.subscriptions import Subscriptions, encode_message_event
 from antiphon.gateway.ws import frames
 from antiphon.gateway.ws.connection import ConnectionSet, WebSocketConnection
 from antiphon.messages import INJECTED_MODEL
+from antiphon.operations.operations import Operations
 from antiphon.operations.types import build_run_ended_event
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,73 @@ EVENT_NAMES = [
 ]
 REVOCATION_CHECK_SECONDS = 0.5
 RESTART_DELAY_SECONDS = 1.0  # before a failed broadcast task is restarted
+GATHER_SECONDS = 0.1  # how long changes of a session are collected before its row is read
+MAX_ROWS_PER_BROADCAST = 500
+
+ChangesByKind = dict[str, dict[str, Any]]
+
+
+class SessionChanges:
+    """The changes that subscribers to all sessions have not been sent yet, broadcast as `sessions.changed` events.
+
+    Changes are collected for a moment, so that a busy session has its row read once for all of them.
+    """
+
+    def __init__(self, connections: ConnectionSet, operations: Operations, clock: Clock) -> None:
+        self._connections = connections
+        self._operations = operations
+        self._clock = clock
+        self._changes_by_session: dict[str, ChangesByKind] = {}
+        """Latest changes by session and by phase or reason."""
+        self._changed = asyncio.Event()
+
+    def record(self, session_key: str, change: dict[str, Any]) -> None:
+        """Record a change for the next broadcast, if anyone is subscribed."""
+        if next(self._connections.iter_session_subscribers(), None) is None:
+            return
+        changes = self._changes_by_session.setdefault(session_key, {})
+        kind = change.get("phase") or change.get("reason") or ""
+        changes.pop(kind, None)  # keep the latest change last
+        if kind in {"end", "error"}:
+            changes.pop("start", None)  # the row already shows that the run has ended
+        changes[kind] = {"ts": self._clock.now(), **change}
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Broadcast changes until cancelled."""
+        while True:
+            await self._changed.wait()
+            await asyncio.sleep(GATHER_SECONDS)
+            self._changed.clear()
+            changes, self._changes_by_session = self._changes_by_session, {}
+            await self._broadcast(changes)
+            del changes  # free them while waiting for the next ones
+
+    async def _broadcast(self, changes_by_session: dict[str, ChangesByKind]) -> None:
+        """Send each change once; the last one of a session includes its current row."""
+        keys = list(changes_by_session)[:MAX_ROWS_PER_BROADCAST]
+        rows = dict(zip(keys, await asyncio.gather(*map(self._load_row, keys)), strict=True))
+        subscribers = list(self._connections.iter_session_subscribers())
+        for key, changes in changes_by_session.items():
+            *earlier, last = (
+                {"sessionKey": wire.format_session_key(key), **change} for change in changes.values()
+            )
+            for payload in (*earlier, {**(rows.get(key) or {}), **last}):
+                text = frames.encode_event("sessions.changed", payload)
+                for connection in subscribers:
+                    connection.send_event(text)
+
+    async def _load_row(self, key: str) -> dict[str, Any] | None:
+        try:
+            row = wire.build_session_dict(
+                await self._operations.sessions.describe(
+                    READ_ONLY_CALLER, wire.format_session_key(key), with_file=False
+                )
+            )
+        except AntiphonError:
+            return None
+        row.pop("transcriptPath", None)  # the longest field; it never changes and is part of lists
+        return row
 
 
 class Hub:
@@ -170,7 +239,7 @@ class Hub:
         self.connections.broadcast(frames.encode_event("chat", payload))
 
     def _record_change(self, session_key: str, change: dict[str, object]) -> None:
-        self.health.mark_stale()
+        self.health.has_stale_counts.set()
         self.session_changes.record(session_key, change)
 
     async def _recover_ended_runs(self) -> None:

@@ -28,7 +28,7 @@ from antiphon.gateway.http.responses import ErrorInfo, ErrorResponse, build_json
 from antiphon.gateway.state import GatewayState
 from antiphon.operations.sessions import ActingSession
 from antiphon.operations.types import MAX_REPLY_TIMEOUT_SECONDS
-from antiphon.tools.results import render_refusal
+from antiphon.tools._adapter import render_refusal
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ behind them.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, cast
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from antiphon.clock import Clock
 from antiphon.errors import StoreError
@@ -62,20 +62,11 @@ class Tx(Protocol):
         ...
 
 
-Script = Callable[Concatenate[Tx, P], Awaitable[T]]
+Script = Callable[Concatenate[Tx, P], Coroutine[Any, Any, T]]
 BoundScript: TypeAlias = Callable[[Tx], Coroutine[Any, Any, T]]
 """A script together with its arguments."""
 CommitPhase = Literal["before", "after"]
 """When an `on_commit` callback is called, relative to the commit."""
-
-
-def bind_script(
-    script: Callable[..., Awaitable[T]], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> BoundScript[T]:
-    def run(tx: Tx) -> Coroutine[Any, Any, T]:
-        return cast("Coroutine[Any, Any, T]", script(tx, *args, **kwargs))
-
-    return run
 
 
 class Store(Protocol):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.operations.operations import Operations
 from antiphon.operations.types import AgentsView
-from antiphon.tools._adapter import build_tool
-from antiphon.tools._arguments import ToolArguments
+from antiphon.tools._adapter import ToolArguments, build_tool
 
 TOOL_DESCRIPTION = (
     "List the agents you may start with sessions_spawn (its agentId), yourself first, and which you may message with"

@@ -15,8 +15,7 @@ from msgspec import Meta
 from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.operations.operations import Operations
 from antiphon.operations.types import RunView, SessionStatusView, SessionView, UsageLine
-from antiphon.tools._adapter import build_tool
-from antiphon.tools._arguments import ToolArguments
+from antiphon.tools._adapter import ToolArguments, build_tool
 from antiphon.tools._session_row import build_tool_session_row
 
 TOOL_DESCRIPTION = (

@@ -18,8 +18,13 @@ from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.errors import InvalidInput
 from antiphon.operations.operations import Operations
 from antiphon.operations.types import HistoryPage
-from antiphon.tools._adapter import build_tool
-from antiphon.tools._arguments import MAX_SAFE_INTEGER, ToolArguments, clamp_value, describe_clamped_range
+from antiphon.tools._adapter import (
+    MAX_SAFE_INTEGER,
+    ToolArguments,
+    build_tool,
+    clamp_value,
+    describe_clamped_range,
+)
 from antiphon.tools._bounds import MAX_HISTORY_RESULT_BYTES, FittedEntries, fit_entries
 
 DEFAULT_HISTORY_MESSAGES, MAX_HISTORY_MESSAGES = 50, 200

@@ -25,8 +25,7 @@ from antiphon.operations.types import (
     SessionOverview,
     build_history_item,
 )
-from antiphon.tools._adapter import build_tool
-from antiphon.tools._arguments import ToolArguments, clamp_value, describe_clamped_range
+from antiphon.tools._adapter import ToolArguments, build_tool, clamp_value, describe_clamped_range
 from antiphon.tools._bounds import (
     MAX_LIST_RESULT_BYTES,
     MAX_TEXT_CHARACTERS,

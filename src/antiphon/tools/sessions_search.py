@@ -10,8 +10,7 @@ from antiphon.engine.outbox.redaction import redact
 from antiphon.engine.sessions.search import MAX_QUERY_CHARACTERS
 from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.operations.operations import Operations
-from antiphon.tools._adapter import build_tool
-from antiphon.tools._arguments import ToolArguments, clamp_value, describe_clamped_range
+from antiphon.tools._adapter import ToolArguments, build_tool, clamp_value, describe_clamped_range
 
 DEFAULT_SEARCH_HITS, MAX_SEARCH_HITS = 10, 25
 TOOL_DESCRIPTION = (

@@ -17,8 +17,7 @@ from antiphon.operations.types import (
     SendRequest,
     SendResult,
 )
-from antiphon.tools._adapter import build_tool
-from antiphon.tools._arguments import ToolArguments, describe_clamped_range
+from antiphon.tools._adapter import ToolArguments, build_tool, describe_clamped_range
 
 TOOL_DESCRIPTION = (
     "Send a message into another session and wait for its reply. Name the session by sessionKey (a key or sessionId "

@@ -12,8 +12,7 @@ from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.messages import ThinkingLevel
 from antiphon.operations.operations import Operations
 from antiphon.operations.types import RequestOrigin, SpawnRequest, SpawnResult
-from antiphon.tools._adapter import build_tool
-from antiphon.tools._arguments import ToolArguments
+from antiphon.tools._adapter import ToolArguments, build_tool
 
 TOOL_DESCRIPTION = (
     "Start a sub-agent in a session of its own and go on at once. When it is done, its result is posted to this chat "

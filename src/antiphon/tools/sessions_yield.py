@@ -9,8 +9,7 @@ from msgspec import Meta
 from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.operations.operations import Operations
 from antiphon.operations.types import RequestOrigin
-from antiphon.tools._adapter import build_tool
-from antiphon.tools._arguments import ToolArguments
+from antiphon.tools._adapter import ToolArguments, build_tool
 
 TOOL_DESCRIPTION = (
     "End your turn now and be woken when your sub-agents have reported: all of them, or any one. Their reports are in "

@@ -14,8 +14,7 @@ from antiphon.messages import Provenance
 from antiphon.operations.exchanges import REQUEST_ID_NAMESPACE
 from antiphon.operations.operations import Operations
 from antiphon.operations.types import IncomingMessage, RequestOrigin, TaskView
-from antiphon.tools._adapter import build_tool
-from antiphon.tools._arguments import ToolArguments
+from antiphon.tools._adapter import ToolArguments, build_tool
 from antiphon.tools._bounds import MAX_LIST_RESULT_BYTES
 
 TOOL_DESCRIPTION = (

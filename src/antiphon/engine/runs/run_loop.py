@@ -8,7 +8,7 @@ model is asked again. Nothing is published before its commit.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -372,7 +372,7 @@ class RunLoop:
     async def _commit(
         self,
         on_committed: Callable[[list[Entry]], None],
-        script: Callable[..., Awaitable[list[Entry]]],
+        script: Callable[..., Coroutine[Any, Any, list[Entry]]],
         *args: object,
     ) -> None:
         """Commit, waiting while the store is full, and apply the new entries with `on_committed`."""
@@ -382,7 +382,7 @@ class RunLoop:
     async def _commit_shielded(
         self,
         on_committed: Callable[[list[Entry]], None],
-        script: Callable[..., Awaitable[list[Entry]]],
+        script: Callable[..., Coroutine[Any, Any, list[Entry]]],
         *args: object,
     ) -> None:
         """Await a commit even if the run is stopped meanwhile, so that memory agrees with the store."""

@@ -7,8 +7,8 @@ chains and commands are deleted after the same time as archived sessions.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TypeAlias
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -30,7 +30,7 @@ OLD_RECORD_QUERIES = (
     SQL.delete_old_commands,
 )
 
-RetentionScript: TypeAlias = Callable[[Tx, str, int, int], Awaitable[list[str]]]
+RetentionScript: TypeAlias = Callable[[Tx, str, int, int], Coroutine[Any, Any, list[str]]]
 
 
 class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from typing import ParamSpec, TypeVar
 
 from antiphon.clock import Clock
 from antiphon.errors import StoreError
-from antiphon.store import CommitPhase, Script, Tx, bind_script
+from antiphon.store import CommitPhase, Script, Tx
 from antiphon.store.postgres.connection import (
     PgConnection,
     PgConnectionLost,
@@ -127,10 +127,10 @@ class PgStore:
         return self._clock
 
     async def tx(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._writers.submit(bind_script(script, args, kwargs))
+        return await self._writers.submit(lambda tx: script(tx, *args, **kwargs))
 
     async def read(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._readers.submit(bind_script(script, args, kwargs))
+        return await self._readers.submit(lambda tx: script(tx, *args, **kwargs))
 
     async def close(self) -> None:
         """Finishes accepted scripts, in bounded time, and closes every connection."""

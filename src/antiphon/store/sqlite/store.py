@@ -23,7 +23,7 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
 from antiphon.clock import Clock, SystemClock
 from antiphon.errors import AntiphonError, StoreError, StoreFull, StoreReadOnly, StoreReplaced
-from antiphon.store import BoundScript, CommitPhase, Param, Row, Script, bind_script
+from antiphon.store import BoundScript, CommitPhase, Param, Row, Script
 from antiphon.store.queries import Query
 from antiphon.store.sqlite.database_file import (
     BUSY_TIMEOUT_SECONDS,
@@ -254,10 +254,10 @@ class SqliteStore:
     async def tx(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         if self._writer is None:
             raise StoreReadOnly("This store is not open for writing.", "Open it without read_only to write.")
-        return await self._writer.submit(bind_script(script, args, kwargs))
+        return await self._writer.submit(lambda tx: script(tx, *args, **kwargs))
 
     async def read(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._readers.submit(bind_script(script, args, kwargs))
+        return await self._readers.submit(lambda tx: script(tx, *args, **kwargs))
 
     async def close(self) -> None:
         """Finishes the waiting scripts, then closes the file."""
