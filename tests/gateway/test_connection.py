@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from antiphon.gateway.ws import connection, frames, protocol
 from antiphon.gateway.ws.connection import SendQueueTotal, WebSocketConnection
 from support.app_fixture import BOUND, wait_for_event, wait_until
-from support.gateway_ws import GatewayFixture
+from support.gateway_ws import TUI_CLIENT, Client, GatewayFixture
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W3")]
 
@@ -173,33 +174,165 @@ async def test_where_the_server_offers_no_such_thing_the_outbox_takes_all() -> N
     assert not protocol.find_send_now({})("text")
 
 
-async def test_run_ends_wait_until_a_client_that_needs_it_has_read_the_response() -> None:
-    sent: list[str] = []
-    pongs: list[Callable[[], None]] = []
+# --- ends of runs for a client that reads a response after the events that arrive with it ---
 
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message["text"])
 
-    def send_now(text: str) -> bool:
-        sent.append(text)
+class LateReader:
+    """A client that answers pings only when told to, and its connection."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+        self.pongs: list[Callable[[], None]] = []
+        """Answers to pings that have not been given yet."""
+        self.total = SendQueueTotal()
+        self.connection = WebSocketConnection("1", self._send, 0, self.total, self._send_now, self._ping)
+        self.connection.quirks = connection.ClientQuirks(reads_response_last=True)
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message["text"])
+
+    def _send_now(self, text: str) -> bool:
+        self.sent.append(text)
         return True
 
-    def ping(on_pong: Callable[[], None]) -> bool:
-        pongs.append(on_pong)
+    def _ping(self, on_pong: Callable[[], None]) -> bool:
+        self.pongs.append(on_pong)
         return True
 
-    one = WebSocketConnection("1", send, 0, SendQueueTotal(), send_now, ping)
-    one.hold_run_ends()
-    one.send_run_end(["{0"])
-    assert sent == ['{0,"seq":1}'], "other clients need no hold"
-    one.quirks = connection.ClientQuirks(reads_response_last=True)
-    for number in (1, 2):
-        one.hold_run_ends()
-        await one.send_response(f"response {number}")
-        one.send_run_end([f"{{{number}"])
-    pongs[0]()
-    assert sent[1:] == ["response 1", "response 2"], "the second response may not have been read yet"
-    pongs[1]()
-    assert sent[3:] == ['{1,"seq":2}', '{2,"seq":3}']
-    one.send_run_end(["{3"])
-    assert sent[5:] == ['{3,"seq":4}']
+    async def accept_run(self, name: str) -> None:
+        self.connection.hold_run_end(name)
+        await self.connection.send_response(f"response {name}")
+
+    def end_run(self, name: str) -> None:
+        self.connection.send_event("{" + name, ended_run=name)
+
+    async def answer_ping(self) -> None:
+        self.pongs.pop(0)()
+        await self.wait_for_writer()
+
+    async def wait_for_writer(self) -> None:
+        for _ in range(3):  # callbacks until the woken writer has sent everything
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def open_late_reader() -> AsyncGenerator[LateReader]:
+    reader = LateReader()
+    writer = asyncio.create_task(reader.connection.run_writer())
+    try:
+        yield reader
+    finally:
+        reader.connection.close(1000, "")
+        await asyncio.wait_for(writer, BOUND)
+        await reader.connection.release_resources()
+        assert reader.total.waiting_bytes == 0
+
+
+async def test_the_end_of_a_run_waits_until_its_response_was_read() -> None:
+    async with open_late_reader() as reader:
+        await reader.accept_run("a")
+        reader.end_run("other")
+        assert reader.sent == ["response a", '{other,"seq":1}'], "only accepted runs are held"
+        reader.end_run("a")
+        await reader.accept_run("b")
+        reader.connection.send_event("{start of b")
+        reader.end_run("b")
+        reader.connection.send_event("{later")
+        assert reader.sent[2:] == ["response b"], "no event overtakes the end"
+        assert len(reader.pongs) == 1, "one ping at a time"
+        await reader.answer_ping()
+        assert reader.sent[3:] == ['{a,"seq":2}', '{start of b,"seq":3}'], "the second response may be unread"
+        await reader.answer_ping()
+        assert reader.sent[5:] == ['{b,"seq":4}', '{later,"seq":5}']
+        reader.end_run("c")
+        assert reader.sent[7:] == ['{c,"seq":6}']
+        assert not reader.pongs
+
+
+async def test_other_clients_get_the_end_of_a_run_at_once() -> None:
+    async with open_late_reader() as reader:
+        reader.connection.quirks = connection.NO_QUIRKS
+        await reader.accept_run("a")
+        reader.end_run("a")
+        assert reader.sent == ["response a", '{a,"seq":1}']
+        assert not reader.pongs
+
+
+async def test_a_client_that_answers_pings_one_message_late_gets_all_ends_in_order() -> None:
+    async with open_late_reader() as reader:
+        for number in range(200):
+            await reader.accept_run(f"{number}")
+            reader.end_run(f"{number}")
+            if number:
+                await reader.answer_ping()
+        await reader.answer_ping()
+        ends = [text for text in reader.sent if text.startswith("{")]
+        assert ends == [f'{{{number},"seq":{number + 1}}}' for number in range(200)]
+
+
+async def test_held_events_count_as_waiting_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_BUFFERED_BYTES", 100_000)
+    async with open_late_reader() as reader:
+        highest = 0
+        for number in range(200):
+            await reader.accept_run(f"{number}")
+            reader.connection.send_event("{" + "x" * 1000, ended_run=f"{number}")
+            highest = max(highest, reader.total.waiting_bytes)
+        assert 100_000 < highest < 102_000
+        assert reader.connection.closing == SLOW
+        assert reader.total.waiting_bytes == 0
+
+
+async def test_what_is_held_is_sent_before_the_connection_closes() -> None:
+    async with open_late_reader() as reader:
+        await reader.accept_run("a")
+        reader.end_run("a")
+        reader.connection.send_event("{shutdown")
+        reader.connection.close(1012, "service restart")
+        await reader.wait_for_writer()
+        assert reader.sent == ["response a", '{a,"seq":1}', '{shutdown,"seq":2}']
+
+
+async def send_messages(client: Client, count: int) -> list[str]:
+    """Send messages at once, and wait until all are accepted."""
+    requests = [
+        await client.start(
+            "chat.send",
+            {"sessionKey": f"agent:main:direct:{n % 10}", "message": "x", "idempotencyKey": f"run-{n}"},
+        )
+        for n in range(count)
+    ]
+    return [(await client.answer(request)).payload["runId"] for request in requests]
+
+
+async def test_many_messages_at_once_do_not_exceed_the_limit_of_control_frames(
+    gateway: GatewayFixture,
+) -> None:
+    async with gateway.client(client=TUI_CLIENT) as client:
+        for run_id in await send_messages(client, 300):
+            await client.event("chat", runId=run_id, state="final")
+        assert client.numbers == list(range(1, len(client.numbers) + 1))
+
+
+async def test_a_client_that_never_answers_pings_gets_the_ends_of_its_runs(
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "MAX_RUN_END_HOLD_SECONDS", 0.2)
+    async with gateway.client(client=TUI_CLIENT) as client:
+        pings = client.collect_pongs()
+        run_ids = await send_messages(client, 20)
+        for run_id in run_ids:
+            await client.event("chat", runId=run_id, state="final")
+        assert pings
+
+
+async def test_an_awaited_pong_is_free_once(gateway: GatewayFixture) -> None:
+    async with gateway.client(client=TUI_CLIENT) as client:
+        pings = client.collect_pongs()
+        await send_messages(client, 1)
+        await client.settled()
+        (payload,) = pings
+        del client.ws.protocol.send_frame  # its own again, which sends pongs
+        for _ in range(2 * protocol.CONTROL_FRAME_BURST):
+            await client.ws.pong(payload)
+        assert await client.closed() == (1008, "too many control frames")

@@ -14,10 +14,10 @@ from websockets.server import ServerProtocol
 
 from antiphon.bus.local import LocalBus
 from antiphon.gateway.http.limits import LimitedHttpProtocol
-from antiphon.gateway.ws.connection import WebSocketConnection
+from antiphon.gateway.ws.connection import PROCESS_SEND_QUEUE_TOTAL, WebSocketConnection
 from antiphon.gateway.ws.protocol import LimitedWebSocketProtocol
 from support.app_fixture import OPERATOR, wait_until
-from support.gateway_ws import Client, GatewayFixture
+from support.gateway_ws import TEST_CLIENT, TUI_CLIENT, Client, GatewayFixture
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W2")]
 
@@ -50,6 +50,7 @@ def held(gateway: GatewayFixture) -> dict[str, int]:
         "joined": hub.subscriptions._sessions_by_connection,  # pyright: ignore[reportPrivateUsage]
     }
     counts = {name: len(list(part)) for name, part in parts.items()}
+    counts["waiting_bytes"] = PROCESS_SEND_QUEUE_TOTAL.waiting_bytes
     return {**counts, "listeners": listeners(gateway), "tasks": len(asyncio.all_tasks()), "files": files()}
 
 
@@ -63,19 +64,31 @@ def kind_of(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-async def visit(gateway: GatewayFixture, session: str, number: str, *, cut: bool) -> None:
+async def visit(
+    gateway: GatewayFixture, session: str, number: str, *, cut: bool, client_description: dict[str, str]
+) -> None:
     """One client: it subscribes, says some things, waits for the answers, asks for what never comes, and goes."""
     await gateway.operations.sessions.open(OPERATOR, session)
-    async with gateway.client() as client:
+    async with gateway.client(client=client_description) as client:
         await client.call("sessions.subscribe")
         await client.call("sessions.messages.subscribe", key=session, afterSeq=0)
         for turn in range(TURNS):
             await say(client, session, f"{number}-{turn}")
         await client.start("agent.wait", {"runId": f"{number}-never", "timeoutMs": 60_000})
         await client.settled()
+        await emptied(lambda: count_held_run_ends(gateway))
         if cut:
             client.abort()
             await client.closed()
+
+
+def count_held_run_ends(gateway: GatewayFixture) -> dict[str, int]:
+    """Of clients that answer pings, as these do."""
+    found: Counter[str] = Counter()
+    for connection in gateway.served.hub.connections:
+        found["unread runs"] += len(connection._unread_runs)  # pyright: ignore[reportPrivateUsage]
+        found["held events"] += len(connection._held_events)  # pyright: ignore[reportPrivateUsage]
+    return dict(+found)
 
 
 async def say(client: Client, session: str, key: str) -> None:
@@ -86,7 +99,13 @@ async def say(client: Client, session: str, key: str) -> None:
 
 async def serve_round(gateway: GatewayFixture, number: int) -> None:
     visits = (
-        visit(gateway, session, f"{number}-{place}", cut=bool((number + place) % 2))
+        visit(
+            gateway,
+            session,
+            f"{number}-{place}",
+            cut=bool((number + place) % 2),
+            client_description=TUI_CLIENT if place % 4 > 1 else TEST_CLIENT,
+        )
         for place, session in enumerate(SESSIONS)
     )
     await asyncio.gather(*visits)
@@ -130,6 +149,9 @@ async def test_what_a_connection_held_is_freed_without_the_collector(gateway: Ga
         found = Counter(type(it).__name__ for it in gc.get_objects() if issubclass(type(it), kinds))
         return dict(found - idle)
 
+    async def holds_events() -> bool:
+        return "held events" in count_held_run_ends(gateway)
+
     idle: Counter[str] = Counter()
     gc.collect()
     idle = Counter(left())
@@ -146,6 +168,13 @@ async def test_what_a_connection_held_is_freed_without_the_collector(gateway: Ga
                         await peer.closed()
             async with gateway.client() as client:
                 await client.call("health")
+                if cut:
+                    client.abort()
+                    await client.closed()
+            async with gateway.client(client=TUI_CLIENT) as client:
+                client.collect_pongs()
+                await client.call("chat.send", sessionKey=SESSIONS[0], message="x", idempotencyKey=f"{cut}")
+                await wait_until(holds_events)
                 if cut:
                     client.abort()
                     await client.closed()

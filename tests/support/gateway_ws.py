@@ -13,6 +13,8 @@ import httpx2
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
+from websockets.frames import Frame as WebSocketFrame
+from websockets.frames import Opcode
 from websockets.typing import Origin
 
 from antiphon.app import App
@@ -29,6 +31,8 @@ from support.gateway_http import ALL_ENDPOINTS, echo
 
 Frame = dict[str, Any]
 READ, WRITE, ADMIN = "operator.read", "operator.write", "operator.admin"
+TEST_CLIENT = {"id": "test", "version": "1", "platform": "linux", "mode": "test"}
+TUI_CLIENT = {"id": "openclaw-tui", "version": "1", "platform": "linux", "mode": "ui"}
 
 
 class Answer(NamedTuple):
@@ -82,6 +86,20 @@ class Client:
         except TimeoutError:
             seen = [(event["event"], str(event["payload"])[:150]) for event in self.events[-20:]]
             raise AssertionError(f"{what} did not arrive; the last events were {seen}") from None
+
+    def collect_pongs(self) -> list[bytes]:
+        """Answer no more pings; return the list to which their payloads are added."""
+        payloads: list[bytes] = []
+        send_frame = self.ws.protocol.send_frame
+
+        def send_other_frame(frame: WebSocketFrame) -> None:
+            if frame.opcode is Opcode.PONG:
+                payloads.append(bytes(frame.data))
+            else:
+                send_frame(frame)
+
+        self.ws.protocol.send_frame = send_other_frame
+        return payloads
 
     async def news(self) -> None:
         """Wait until something arrives or the connection is closed."""
@@ -187,8 +205,7 @@ class Client:
 
 
 def connect_params(**changes: Any) -> dict[str, Any]:
-    client = {"id": "test", "version": "1", "platform": "linux", "mode": "test"}
-    return {"minProtocol": 3, "maxProtocol": 4, "client": client, **changes}
+    return {"minProtocol": 3, "maxProtocol": 4, "client": TEST_CLIENT, **changes}
 
 
 @dataclass(frozen=True, slots=True)

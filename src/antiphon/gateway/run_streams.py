@@ -323,7 +323,8 @@ class RunStreams:
         )
         for connection in self._connections.iter_readers():
             chat = increments if connection.reads_increments else full_text
-            connection.send_run_end([agent] if event.quiet else [agent, chat])
+            for text in [agent] if event.quiet else [agent, chat]:
+                connection.send_event(text, ended_run=run.run_id)
         return phase
 
     def _send_agent_event(

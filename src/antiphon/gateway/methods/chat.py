@@ -186,7 +186,7 @@ async def submit_message(call: MethodCall, message: IncomingMessage) -> dict[str
 
 def build_receipt(call: MethodCall, accepted: MessageReceipt) -> dict[str, Any]:
     if accepted.new:
-        call.connection.hold_run_ends()
+        call.connection.hold_run_end(accepted.run_id)
         call.hub.run_streams.track_run(accepted.run_id, accepted.session_key)
     return {
         "runId": accepted.run_id,

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -29,7 +29,7 @@ MAX_SEND_QUEUE_FRAMES = 20_000
 MAX_TOTAL_SEND_QUEUE_BYTES = 512 * 2**20  # of all clients of the process
 SMALL_SEND_QUEUE_BYTES = 2**20  # up to this, a connection is not closed for the total
 MAX_CLOSE_REASON_BYTES = 120  # a close frame holds 123
-MAX_RUN_END_HOLD_SECONDS = 5.0  # for a client to answer a ping, see `ClientQuirks`
+MAX_RUN_END_HOLD_SECONDS = 5.0  # from the acceptance of the run, if no ping is answered; see `ClientQuirks`
 
 CHAT_DELTAS_CAPABILITY = "chat-deltas"
 """The capability of a client that assembles an answer from its increments."""
@@ -46,8 +46,8 @@ class ClientQuirks(msgspec.Struct, frozen=True):
     reads_response_last: bool = False
     """It handles events that arrive together with a response before that response.
 
-    The end of the run that it has just started would be lost on it. So ends of runs are held until it has read the
-    response, which its answer to a ping proves.
+    The end of the run that it has just started would be lost on it. So the end is held, and all later events behind it,
+    until the client has read the response, which its answer to a ping proves.
     """
 
 
@@ -87,6 +87,13 @@ class SendQueueTotal:
 PROCESS_SEND_QUEUE_TOTAL = SendQueueTotal()
 
 
+class _QueuedText(NamedTuple):
+    text: str
+    size: int
+    """Size in memory, recorded because it may change once the text is sent."""
+    ended_run: str | None
+
+
 class WebSocketConnection:
     def __init__(
         self,
@@ -115,12 +122,13 @@ class WebSocketConnection:
         self._send_now = send_now
         self._ping = ping
         self._seq = 0
-        self._held_run_ends: list[str] | None = None
-        """Ends of runs that wait for the client to read a response; None while it has read all of them."""
-        self._hold_count = 0
-        self._must_ping = False
-        self._send_queue: deque[tuple[str, int]] = deque()
-        """Texts with their size in memory, recorded because it may change once they are sent."""
+        self._send_queue: deque[_QueuedText] = deque()
+        self._held_events: deque[_QueuedText] = deque()
+        """The end of a run of `_unread_runs`, and all events since."""
+        self._unread_runs: dict[str, asyncio.TimerHandle] = {}
+        """Accepted runs whose response the client may not have read, with the timer that stops waiting for it."""
+        self._pong_due = 0.0
+        """Loop time until which no other ping is sent."""
         self._waiting_bytes = 0
         self._queue_total = queue_total
         self._flushing = False
@@ -147,47 +155,53 @@ class WebSocketConnection:
 
     def enqueue(self, text: str) -> None:
         """Queue a text and wake the writer."""
-        self._append_to_queue(text)
+        self._append_to(self._send_queue, text)
         self._wake.set()
 
-    def send_event(self, text: str, *, droppable: bool = False) -> bool:
-        """Send an event with this connection's next number; False if it was dropped because the client lags."""
+    def send_event(self, text: str, *, droppable: bool = False, ended_run: str | None = None) -> bool:
+        """Send an event with this connection's next number; False if it was dropped because the client lags.
+
+        The end of a run is held while the response that announced the run may be unread, see `hold_run_end`.
+        """
         if droppable and self._waiting_bytes > LAGGING_SEND_QUEUE_BYTES:
             return False
         self._seq += 1
         numbered = frames.finish_numbered_event(text, self._seq)
-        if not self._try_send_now(numbered):
+        if self._held_events or ended_run in self._unread_runs:
+            self._append_to(self._held_events, numbered, ended_run)
+        elif not self._try_send_now(numbered):
             self.enqueue(numbered)
         return True
 
-    def hold_run_ends(self) -> None:
-        """Hold ends of runs until the client has read the response that is sent next, if it needs that."""
+    def hold_run_end(self, run_id: str) -> None:
+        """Hold the end of an accepted run until the client has read the next response, if it needs that."""
         if self.quirks.reads_response_last:
-            self._held_run_ends = self._held_run_ends or []
-            self._hold_count += 1
-            self._must_ping = True
+            self._unread_runs[run_id] = asyncio.get_running_loop().call_later(
+                MAX_RUN_END_HOLD_SECONDS, self._release_runs, [run_id]
+            )
 
-    def send_run_end(self, texts: Sequence[str]) -> None:
-        """Send the last events of a run, or hold them."""
-        if self._held_run_ends is not None:
-            self._held_run_ends += texts
+    def _release_runs(self, run_ids: Iterable[str]) -> None:
+        """Queue the held events up to the end of the first run whose response may still be unread."""
+        for run_id in run_ids:
+            if timer := self._unread_runs.pop(run_id, None):
+                timer.cancel()
+        while self._held_events and self._held_events[0].ended_run not in self._unread_runs:
+            self._send_queue.append(self._held_events.popleft())
+        self._wake.set()
+
+    def _ping_for_unread_runs(self) -> None:
+        """Ask the client for proof that it has read all responses so far, unless an earlier ping may be answered."""
+        if not self._unread_runs or (now := asyncio.get_running_loop().time()) < self._pong_due:
             return
-        for text in texts:
-            self.send_event(text)
-
-    def _confirm_reading(self) -> None:
-        """Release the held ends when the client answers a ping, or after a while if it does not."""
-        self._must_ping = False
-        release = partial(self._release_run_ends, self._hold_count)
-        if self._ping(release):
-            asyncio.get_running_loop().call_later(MAX_RUN_END_HOLD_SECONDS, release)
+        run_ids = list(self._unread_runs)
+        if self._ping(partial(self._handle_pong, run_ids)):
+            self._pong_due = now + MAX_RUN_END_HOLD_SECONDS
         else:
-            release()
+            self._release_runs(run_ids)
 
-    def _release_run_ends(self, hold: int) -> None:
-        if hold == self._hold_count and self._held_run_ends is not None:  # no later response waits to be read
-            held, self._held_run_ends = self._held_run_ends, None
-            self.send_run_end(held)
+    def _handle_pong(self, run_ids: Iterable[str]) -> None:
+        self._pong_due = 0.0
+        self._release_runs(run_ids)
 
     def _try_send_now(self, text: str) -> bool:
         """Send a text without queueing; False if other texts are queued or being sent, which it must not overtake."""
@@ -195,21 +209,22 @@ class WebSocketConnection:
             return False
         return self._send_now(text)
 
-    def _append_to_queue(self, text: str) -> None:
+    def _append_to(self, queue: deque[_QueuedText], text: str, ended_run: str | None = None) -> None:
         if self.closing:
             return
         if self._is_slow():
+            self._clear_queues()  # now, so that unsendable texts do not count toward the total
             self.close(1008, "slow consumer")
-            self._clear_queue()  # now, so that unsendable texts do not count toward the total
             return
         size = sys.getsizeof(text)  # size in memory; encoding would cost time per listener
-        self._send_queue.append((text, size))
+        queue.append(_QueuedText(text, size, ended_run))
         self._add_waiting_bytes(size)
         if self._waiting_bytes > LAGGING_SEND_QUEUE_BYTES:
             self._has_room.clear()
 
     def _is_slow(self) -> bool:
-        if self._waiting_bytes > frames.MAX_BUFFERED_BYTES or len(self._send_queue) >= MAX_SEND_QUEUE_FRAMES:
+        waiting_frames = len(self._send_queue) + len(self._held_events)
+        if self._waiting_bytes > frames.MAX_BUFFERED_BYTES or waiting_frames >= MAX_SEND_QUEUE_FRAMES:
             return True
         return (
             self._queue_total.waiting_bytes > MAX_TOTAL_SEND_QUEUE_BYTES
@@ -220,14 +235,15 @@ class WebSocketConnection:
         self._waiting_bytes += size
         self._queue_total.waiting_bytes += size
 
-    def _clear_queue(self) -> None:
-        """Drop all queued texts except the one being sent."""
-        self._add_waiting_bytes(-sum(size for _, size in self._send_queue))
-        self._send_queue.clear()
+    def _clear_queues(self) -> None:
+        """Drop all waiting texts except the one being sent."""
+        for queue in (self._send_queue, self._held_events):
+            self._add_waiting_bytes(-sum(each.size for each in queue))
+            queue.clear()
 
     async def send_response(self, text: str) -> None:
         """Send a response, directly if the writer is idle: waking it would double the cost."""
-        self._append_to_queue(text)
+        self._append_to(self._send_queue, text)
         if not self._flushing:
             await self._flush()
 
@@ -238,6 +254,7 @@ class WebSocketConnection:
     def close(self, code: int, reason: str) -> None:
         """Close the connection once the writer gets to it; the first reason counts."""
         if self.closing is None:
+            self._release_runs(list(self._unread_runs))
             self.closing = (code, reason)
             self.ended.set()
             self._has_room.set()
@@ -260,15 +277,14 @@ class WebSocketConnection:
         self._flushing = True
         try:
             while self._send_queue:
-                text, size = self._send_queue.popleft()
+                queued = self._send_queue.popleft()
                 try:
-                    await self._send({"type": "websocket.send", "text": text})
+                    await self._send({"type": "websocket.send", "text": queued.text})
                 finally:
-                    self._add_waiting_bytes(-size)
+                    self._add_waiting_bytes(-queued.size)
                 if self._waiting_bytes <= LAGGING_SEND_QUEUE_BYTES:
                     self._has_room.set()
-            if self._must_ping:
-                self._confirm_reading()
+            self._ping_for_unread_runs()
         finally:
             self._flushing = False
             if self.closing:
@@ -290,8 +306,9 @@ class WebSocketConnection:
         task.add_done_callback(self.tasks.discard)
 
     async def release_resources(self) -> None:
-        """Drop the queue and cancel tasks, once the connection is closed."""
-        self._clear_queue()
+        """Drop the queues and cancel tasks and timers, once the connection is closed."""
+        self._release_runs(list(self._unread_runs))
+        self._clear_queues()
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)

@@ -19,7 +19,7 @@ from uvicorn._types import ASGIReceiveEvent
 from uvicorn.config import Config
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
-from websockets.frames import CTRL_OPCODES, Frame
+from websockets.frames import CTRL_OPCODES, Frame, Opcode
 from websockets.http11 import Request
 from websockets.protocol import Event, State
 
@@ -63,8 +63,8 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
         self._control_frames_counted_at = 0.0
         self._owed_pong = b""
         self._ping_count = 0
-        self._pong_callbacks: dict[bytes, Callable[[], None]] = {}
-        """What to call when the peer answers, by the payload of the ping."""
+        self._on_pong: Callable[[], None] | None = None
+        """What to call when the peer answers the newest ping; None once it has."""
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
@@ -91,13 +91,15 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
         return True
 
     def ping(self, on_pong: Callable[[], None]) -> bool:
-        """Call `on_pong` when the peer has read everything sent so far; return False if no ping could be sent."""
+        """Call `on_pong` when the peer has read everything sent so far; return False if no ping could be sent.
+
+        Answers to earlier pings are ignored from now on.
+        """
         if self.disconnected or self.conn.state is not State.OPEN:
             return False
         self._ping_count += 1
-        payload = self._ping_count.to_bytes(8)
-        self._pong_callbacks[payload] = on_pong
-        self.conn.send_ping(payload)
+        self._on_pong = on_pong
+        self.conn.send_ping(self._ping_count.to_bytes(8))
         self.transport.write(b"".join(self.conn.data_to_send()))
         return True
 
@@ -182,10 +184,13 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
     def _find_excess(self, events: Sequence[Event]) -> str | None:
         """Return why these frames exceed a limit; None if they do not."""
         control = 0
+        has_awaited_pong = False
         for event in events:
             if not isinstance(event, Frame):
                 continue
-            if event.opcode in CTRL_OPCODES:
+            if not has_awaited_pong and self._is_awaited_pong(event):
+                has_awaited_pong = True  # not counted, because it was asked for
+            elif event.opcode in CTRL_OPCODES:
                 control += 1
             elif event.fin:
                 self._fragments = 0
@@ -218,10 +223,18 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
             self._owed_pong = output[-1]
 
     def handle_pong(self, event: Frame) -> None:
-        if on_pong := self._pong_callbacks.pop(bytes(event.data), None):
+        if self._on_pong and self._is_awaited_pong(event):
+            on_pong, self._on_pong = self._on_pong, None
             on_pong()
         else:
             super().handle_pong(event)
+
+    def _is_awaited_pong(self, event: Frame) -> bool:
+        return (
+            self._on_pong is not None
+            and event.opcode is Opcode.PONG
+            and event.data == self._ping_count.to_bytes(8)
+        )
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -239,7 +252,7 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
         self.conn.parser.close()  # breaks a cycle: the generator refers to its owner
         self.conn.parser_exc = None  # breaks a cycle through the traceback
         self.conn.events.clear()
-        self._pong_callbacks.clear()
+        self._on_pong = None
         if scope := getattr(self, "scope", None):  # breaks a cycle: it holds bound methods of this object
             scope.get("extensions", {}).pop(ASGI_EXTENSION_NAME, None)
 
