@@ -80,7 +80,7 @@ async def test_a_long_answer_costs_a_reader_of_protocol_4_what_it_says(
 async def test_who_needs_the_whole_is_sent_it_in_one_form_and_seldom_while_it_grows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(run_streams, "WHOLE_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(run_streams, "FULL_TEXT_INTERVAL_SECONDS", 0.0)
     async with open_gateway(tmp_path, says_a_lot) as gateway, gateway.client(**change) as client:
         await client.call("chat.send", sessionKey="main", message="go on", idempotencyKey="r1")
         final = await client.event("chat", state="final")
