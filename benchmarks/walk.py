@@ -13,6 +13,7 @@ Background work that merely coincides with a message (the supervisor, the sampli
 file, the polling of the outbox) has its own timers, all slower than a message, and so is in some recordings at most.
 The transcript mirror, which copies entries to files a moment later, is off. Following the tasks that a message creates
 would not do: the long-lived tasks of the connection, the store's threads, the hub and the outbox carry it as well.
+On a busy machine a message can take longer than a timer: count again when it is idle.
 """
 
 from __future__ import annotations

@@ -22,47 +22,39 @@ SubmittedContent: TypeAlias = str | Sequence[TextBlock | ImageBlock]
 
 
 def validate_message_content(
-    said: SubmittedContent, most: int, *, beside: str | None = None, field: str = "message"
+    content: SubmittedContent, max_bytes: int, *, extra_text: str | None = None, field: str = "message"
 ) -> None:
-    """Check that a message is not empty and, together with `beside`, not too long."""
-    if not _has_content(said):
+    """Check that a message is not empty and, together with `extra_text`, not too long."""
+    blocks = [TextBlock(text=content)] if isinstance(content, str) else content
+    if not any(isinstance(block, ImageBlock) or block.text.strip() for block in blocks):
         raise InvalidInput("The message is empty.", "Say something.", field=field)
-    validate_message_size(said, most, beside=beside, field=field)
+    validate_message_size(content, max_bytes, extra_text=extra_text, field=field)
 
 
 def validate_message_size(
-    said: SubmittedContent, most: int, *, beside: str | None = None, field: str = "message"
+    content: SubmittedContent, max_bytes: int, *, extra_text: str | None = None, field: str = "message"
 ) -> None:
-    """Check that a message is valid Unicode of at most `most` bytes."""
-    size = _count_bytes(said, field) + len((beside or "").encode(errors="replace"))
-    if size > most:
-        raise TooLarge(
-            f"The message has {size} bytes; at most {most} are taken.",
-            "Shorten it, or raise store.messageMaxBytes.",
-            field=field,
-            bytes=size,
-            max=most,
-        )
-
-
-def _has_content(said: SubmittedContent) -> bool:
-    if isinstance(said, str):
-        return bool(said.strip())
-    return any(isinstance(block, ImageBlock) or block.text.strip() for block in said)
-
-
-def _count_bytes(said: SubmittedContent, field: str) -> int:
-    texts = (
-        [said] if isinstance(said, str) else [b.text if isinstance(b, TextBlock) else b.data for b in said]
-    )
+    """Check that a message is valid Unicode and, together with `extra_text`, has at most `max_bytes`."""
+    blocks = [TextBlock(text=content)] if isinstance(content, str) else content
     try:
-        return sum(len(text.encode()) for text in texts)
+        size = sum(
+            len((block.text if isinstance(block, TextBlock) else block.data).encode()) for block in blocks
+        )
     except UnicodeEncodeError as error:
         raise InvalidInput(
             "The message contains half of a surrogate pair, which is not text.",
             "Send valid Unicode.",
             field=field,
         ) from error
+    size += len((extra_text or "").encode(errors="replace"))
+    if size > max_bytes:
+        raise TooLarge(
+            f"The message has {size} bytes; at most {max_bytes} are taken.",
+            "Shorten it, or raise store.messageMaxBytes.",
+            field=field,
+            bytes=size,
+            max=max_bytes,
+        )
 
 
 def validate_idempotency_key(given: str | None) -> None:

@@ -198,9 +198,9 @@ class MessageOperations:
         """Check everything about a message that needs no lookup."""
         most = self._context.config.store.message_max_bytes
         if isinstance(message.content, ToolResult):
-            validation.validate_message_size(message.content.content, most, beside=message.instructions)
+            validation.validate_message_size(message.content.content, most, extra_text=message.instructions)
         else:
-            validation.validate_message_content(message.content, most, beside=message.instructions)
+            validation.validate_message_content(message.content, most, extra_text=message.instructions)
         for earlier in message.options.earlier if message.options else ():
             content = earlier.content
             visible = (

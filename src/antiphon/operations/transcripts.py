@@ -183,7 +183,9 @@ class TranscriptOperations:
         if label is not None:
             name = validate_printable_name(label, MAX_INJECT_LABEL_CHARACTERS, "label")
             content = f"[{name}]\n\n{text}"
-        validation.validate_message_content(text, self._context.config.store.message_max_bytes, beside=label)
+        validation.validate_message_content(
+            text, self._context.config.store.message_max_bytes, extra_text=label
+        )
         injected, row, entry = await self._context.store.tx(
             self._inject, caller, session, content, key, self._context.clock.now()
         )
