@@ -356,13 +356,13 @@ def test_credentials_in_the_address_of_a_provider_are_not_for_others_to_read(tmp
     )
     file.chmod(0o644)
     [warning] = load(file).warnings
-    assert "holds secrets" in warning and "chmod 600" in warning
+    assert "contains secrets" in warning and "chmod 600" in warning
     assert "s3cret" not in load(file).config.model_dump_json()
 
 
 def test_an_address_without_a_password_is_no_secret(tmp_path: Path) -> None:
     warned = {
-        url: "holds secrets"
+        url: "contains secrets"
         in " ".join(load(written(tmp_path, f"{{store: {{url: '{url}'}}}}", 0o644)).warnings)
         for url in (
             "postgresql://host/db",
@@ -449,7 +449,7 @@ def test_settings_without_effect_are_told() -> None:
 
     assert "'session.store' has no effect" in warnings
     assert "'session.maintenance' has no effect" in warnings
-    assert "'channels' is accepted and has no effect in this release." in warnings
+    assert "'channels' is accepted but has no effect in this release." in warnings
     assert "'bus.url' has no effect" not in warnings
     (warning,) = parse({"bus": {"url": "nats://localhost"}})[1]
     assert warning.startswith("'bus.url' has no effect without 'store.url'")
@@ -549,7 +549,7 @@ def test_a_reset_that_never_comes_is_told() -> None:
     ):
         (warning,) = parse({"session": session})[1]
         assert warning == (
-            f"{path!r} has the mode 'idle' and no 'idleMinutes', so nothing begins anew. Set it."
+            f"{path!r} has the mode 'idle' but no 'idleMinutes', so no session is reset. Set 'idleMinutes'."
         )
     assert parse({"session": {"idleMinutes": 5, "reset": idle, "resetByType": {"dm": idle}}})[1] == ()
 
@@ -557,7 +557,7 @@ def test_a_reset_that_never_comes_is_told() -> None:
 def test_a_bind_that_only_others_know_is_read_and_told() -> None:
     (warning,) = parse({"gateway": {"bind": "tailnet"}})[1]
     assert warning.startswith("'gateway.bind' is 'tailnet'")
-    assert warning.endswith("Use 'custom' and put the address into gateway.customBindHost.")
+    assert warning.endswith("Use 'custom' and set gateway.customBindHost to an address of this machine.")
 
 
 def test_parts_that_are_not_there_yet_refuse_nothing() -> None:
@@ -579,11 +579,21 @@ def test_hooks_without_a_secret_are_refused() -> None:
 @pytest.mark.parametrize(
     ("section", "url", "what", "allowed"),
     [
-        ("store", "mysql://x", "begins with 'mysql://'", "postgresql://user@host/database or postgres://"),
-        ("store", "host/database", "has no beginning", "leave it out to use a file"),
-        ("bus", "http://a:4222", "names 'http://…'", "nats://host:4222 or tls://host:4222"),
-        ("bus", "nats://a:4222, b:4222", "names something without nats:// or tls://", "separated by commas"),
-        ("bus", "nats://a:99999", "names 'nats://…' without a usable host or port", "nats://host:4222"),
+        (
+            "store",
+            "mysql://x",
+            "has the unsupported scheme 'mysql://'",
+            "postgresql://user@host/database or postgres://",
+        ),
+        ("store", "host/database", "has no scheme", "remove it to use SQLite"),
+        ("bus", "http://a:4222", "contains 'http://…'", "nats://host:4222 or tls://host:4222"),
+        (
+            "bus",
+            "nats://a:4222, b:4222",
+            "contains an address without nats:// or tls://",
+            "separated by commas",
+        ),
+        ("bus", "nats://a:99999", "contains 'nats://…' without a usable host or port", "nats://host:4222"),
     ],
 )
 def test_an_address_of_another_kind_is_refused(section: str, url: str, what: str, allowed: str) -> None:
@@ -732,7 +742,7 @@ def test_a_session_tool_that_is_misspelt_is_told(path: str, config: dict[str, An
     warning, *more = parse(config)[1]
 
     assert warning.startswith(f"{path!r} names ")
-    assert all("leaves no tool" in text for text in more)
+    assert all("no tool is allowed" in text for text in more)
     assert "Did you mean 'sessions_send'?" in warning
 
 
@@ -749,9 +759,9 @@ def test_a_group_stands_for_its_tools_and_one_that_has_none_is_told() -> None:
     assert config.gateway.tools.deny == ("cron", *TOOL_GROUPS["group:sessions"])
     assert warnings == ()
     told = {name: parse({"tools": {"deny": [name]}})[1] for name in ("group:fs", "Group:Session", "group:*")}
-    has_none = "a group that has no tools here."
+    has_none = "a group without tools here."
     assert told["group:fs"] == (
-        f"'tools.deny' names 'group:fs', {has_none} Name each tool that is meant, or leave it out.",
+        f"'tools.deny' names 'group:fs', {has_none} List the tools by name, or remove it.",
     )
     assert told["Group:Session"] == (
         f"'tools.deny' names 'Group:Session', {has_none} Did you mean 'group:sessions'?",
@@ -788,7 +798,7 @@ def test_agents_that_may_reach_each_other_but_do_not_see_that_far_are_told() -> 
 )
 def test_a_list_that_leaves_no_tool_is_told(raw: dict[str, Any], path: str) -> None:
     [warning] = parse(raw)[1]
-    assert warning.startswith(f"'{path}' matches no existing tool (") and "it leaves no tool" in warning
+    assert warning.startswith(f"'{path}' matches no existing tool (") and "no tool is allowed" in warning
     assert parse({"tools": {"allow": ["read", "sessions_*"]}})[1] == ()
 
 
@@ -813,7 +823,7 @@ def test_config_of_a_related_gateway_loads_with_a_warning_for_each_foreign_part(
     raw = pyjson5.decode(RELATED)
     config, warnings = parse(raw)
 
-    named = {match[1] for text in warnings if (match := re.match(r"'([^']+)' belongs to a part", text))}
+    named = {match[1] for text in warnings if (match := re.match(r"'([^']+)' belongs to a feature", text))}
     assert {"messages", "agents.list[0].heartbeat", "models.providers.p.authHeader", "gateway.mode"} <= named
     assert "models.providers.p.models[0].compat" in named
     assert len(named) == 28
@@ -1063,9 +1073,9 @@ def test_file_must_be_small_readable_text(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b'{a: "\xff"}')
     with pytest.raises(ConfigError, match="not UTF-8"):
         load(tmp_path / "binary")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="could not be read"):
         load(tmp_path)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="could not be read"):
         load(Path("a\0b"))
 
 
@@ -1481,7 +1491,7 @@ def test_a_secret_file_that_is_not_there_is_missed_without_being_opened(
             secret.reveal()
     assert missed is not None
     assert str(missed) == str(caught.value)
-    assert why in missed.what and missed.hint == "Correct the path, or create the file."
+    assert why in missed.what and missed.hint == "Fix the path, or create the file."
 
 
 def test_secret_file_has_to_be_a_file(tmp_path: Path) -> None:
@@ -1506,7 +1516,7 @@ def test_secret_from_a_command_is_its_first_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        (f"print('{SENTINEL}'); raise SystemExit(3)", "ended with status 3"),
+        (f"print('{SENTINEL}'); raise SystemExit(3)", "exited with status 3"),
         (f"print('{SENTINEL}' * 10_000)", "printed more than"),
         ("print()", "empty"),
         (f"import sys; sys.stdout.buffer.write(b'{SENTINEL}\\xff')", "not UTF-8"),
@@ -1519,7 +1529,7 @@ def test_failing_secret_command_shows_nothing_of_its_output(code: str, why: str)
 
 
 def test_missing_secret_command_is_told() -> None:
-    with pytest.raises(ConfigError, match="cannot be started"):
+    with pytest.raises(ConfigError, match="could not be started"):
         Secret.parse({"exec": ["/nonexistent/command"]}).reveal()
 
 

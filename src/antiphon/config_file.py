@@ -75,13 +75,13 @@ def _read_file(path: Path, *, required: bool) -> tuple[str, os.stat_result] | No
         if not required:
             return None
         missing = isinstance(error, FileNotFoundError)
-        why = "does not exist" if missing else f"cannot be read: {error.strerror}"
+        why = "does not exist" if missing else f"could not be read: {error.strerror}"
         hint = "Create it, or leave the option out to use the defaults."
     except UnicodeDecodeError as error:
         why, hint = f"is not UTF-8 text (byte {error.start})", "Save it as UTF-8."
     except (OSError, ValueError) as error:
         why, hint = (
-            f"cannot be read: {getattr(error, 'strerror', error)}",
+            f"could not be read: {getattr(error, 'strerror', error)}",
             "Check the path and its permissions.",
         )
     raise ConfigError(f"The config file {str(path)!r} {why}.", hint, file=str(path))
@@ -100,14 +100,14 @@ def _decode_json5(text: str, path: Path) -> object:
             position = _format_position(text, offset)
             raise ConfigError(
                 f"The config file {str(path)!r} has the key {name!r} a second time at {position}.",
-                "Put what stands there into one.",
+                "Merge the two values under one key.",
                 path=name,
                 file=str(path),
             )
         return decoded
     raise ConfigError(
         f"The config file {str(path)!r} is not JSON5: {why}.",
-        "Look there for a missing comma, quote or bracket.",
+        "Check that position for a missing comma, quote or bracket.",
         file=str(path),
     )
 
@@ -142,15 +142,15 @@ def _describe_syntax_error(error: Exception, text: str) -> str:
     found = re.search(r"near (\d+)", str(error.args[0]) if error.args else "")
     offset = max(0, int(found[1]) - 1) if found else 0
     if isinstance(error, pyjson5.Json5ExtraData):
-        what = "something follows the end of the document"
+        what = "unexpected content after the end of the document"
         # This parser's offset points to the end of the document, not to the offending character.
         offset = len(text) - len(text[offset + 1 :].lstrip())
     elif isinstance(error, pyjson5.Json5EOF):
-        what = "what starts here is not finished"
+        what = "what starts here is not terminated"
     elif isinstance(error, pyjson5.Json5NestingTooDeep):
         what = "it is nested too deeply"
     else:
-        what = "this is not expected here"
+        what = "unexpected character"
     return f"{_format_position(text, offset)}: {what}"
 
 

@@ -611,7 +611,7 @@ def test_the_doctor_and_the_check_miss_what_up_would(program: Program) -> None:
     checked = program.run("config", "check")
     assert checked.code == 0
     for shown in (program.run("doctor").out, checked.out):
-        assert "'gateway.auth.token'" in shown and "no.token" in shown and "Correct the path" in shown
+        assert "'gateway.auth.token'" in shown and "no.token" in shown and "Fix the path" in shown
         assert "'hooks.token'" in shown and "ANTIPHON_TEST_UNSET" in shown and "Set it for this" in shown
     assert program.run("up", "--port", "0").code == 6
 

@@ -100,12 +100,12 @@ def test_a_file_that_cannot_be_read_is_not_taken_for_none(open_path: Path) -> No
     path.chmod(0)
     with (
         drop_privileges(),
-        pytest.raises(ConfigError, match=r"config\.json5' cannot be read: Permission denied"),
+        pytest.raises(ConfigError, match=r"config\.json5' could not be read: Permission denied"),
     ):
         config(open_path, None)
     path.unlink()
     path.mkdir()
-    with pytest.raises(ConfigError, match=r"config\.json5' cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match=r"config\.json5' could not be read: Is a directory"):
         config(open_path, None)
 
 

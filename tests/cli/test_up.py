@@ -103,7 +103,7 @@ def test_an_address_that_cannot_be_listened_on_is_a_mistake_in_the_configuration
     program.configure({"gateway": gateway})
     refused = program.run("up", "--port", "0", "--json")
     assert (refused.code, refused.error["code"]) == (6, "config_invalid")
-    assert "into gateway.customBindHost" in refused.error["hint"]
+    assert "gateway.customBindHost to a" in refused.error["hint"]
     assert "Unknown error" not in refused.error["message"]
     examined = program.run("doctor", "--json")
     [found] = [finding for finding in examined.json["findings"] if finding["level"] == "fail"]

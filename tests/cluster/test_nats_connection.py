@@ -322,10 +322,10 @@ async def test_invalid_credential_and_certificate_files_are_refused(tmp_path: Pa
     empty = tmp_path / "empty.pem"
     empty.touch()
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"authority": tmp_path / "none.pem"}, "none.pem cannot be read .No such file"),
-        ({"authority": empty}, "empty.pem holds no certificate"),
-        ({"credentials": tmp_path / "none.creds"}, "none.creds cannot be read .No such file"),
-        ({"credentials": empty}, "empty.pem holds no credentials"),
+        ({"authority": tmp_path / "none.pem"}, "none.pem could not be read .No such file"),
+        ({"authority": empty}, "empty.pem contains no certificate"),
+        ({"credentials": tmp_path / "none.creds"}, "none.creds could not be read .No such file"),
+        ({"credentials": empty}, "empty.pem contains no credentials"),
     ]
     for given, told in cases:
         with pytest.raises(ConfigError, match=told):

@@ -106,7 +106,7 @@ async def test_a_package_that_is_missing_is_named(postgres: Postgres, tmp_path: 
 @pytest.mark.usefixtures("no_packages")
 @pytest.mark.parametrize(
     ("url", "words"),
-    [("mysql://here/x", "begins with 'mysql://'"), ("here/x", "no database that is known")],
+    [("mysql://here/x", "has the unsupported scheme 'mysql://'"), ("here/x", "has no scheme")],
 )
 async def test_another_database_behind_a_reference_is_refused_before_any_package_is_missed(
     url: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

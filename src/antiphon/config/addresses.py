@@ -28,10 +28,10 @@ def check_store_url(url: str) -> None:
     """
     scheme = _get_scheme(url)
     if scheme not in STORE_URL_SCHEMES:
-        begins = f"begins with {scheme + '://'!r}, which" if scheme else "has no beginning, so that it"
+        fault = f"has the unsupported scheme {scheme + '://'!r}" if scheme else "has no scheme"
         raise ConfigError(
-            f"'store.url' {begins} is no database that is known here.",
-            "Write postgresql://user@host/database or postgres://user@host/database, or leave it out to use a file.",
+            f"'store.url' {fault}.",
+            "Use postgresql://user@host/database or postgres://user@host/database, or remove it to use SQLite.",
             path="store.url",
         )
 
@@ -46,7 +46,7 @@ def parse_bus_addresses(url: str) -> list[str]:
     for address in addresses or [""]:
         if not _is_nats_address(address):
             raise ConfigError(
-                f"'bus.url' names {_mask_address(address)}, which is not the address of a NATS server.",
+                f"'bus.url' contains {_mask_address(address)}, which is not the address of a NATS server.",
                 "Write bus.url as nats://host:4222 or tls://host:4222, several separated by commas.",
                 path="bus.url",
             )
@@ -79,7 +79,7 @@ def _is_nats_address(address: str) -> bool:
 def _mask_address(address: str) -> str:
     scheme = _get_scheme(address)
     if not scheme:
-        return "something without nats:// or tls://"
+        return "an address without nats:// or tls://"
     return f"{scheme + '://…'!r}{' without a usable host or port' if scheme in BUS_URL_SCHEMES else ''}"
 
 

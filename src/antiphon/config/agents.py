@@ -29,7 +29,7 @@ IMPLICIT_AGENT_ID = "main"
 
 
 class ModelChoice(Section):
-    """A model as `provider/model`, and what to use when it fails."""
+    """A model as `provider/model`. `fallbacks` is accepted, but has no effect."""
 
     primary: Text
     fallbacks: Strings = ()
@@ -49,25 +49,25 @@ Choice = Annotated[ModelChoice, BeforeValidator(_normalize_model_choice, Text | 
 
 
 class CompactionConfig(Section):
-    """When a long conversation is summarised."""
+    """When a long conversation is summarized."""
 
-    reserve_tokens: Amount = Field(default=16384, description="Kept free for the answer.")
+    reserve_tokens: Amount = Field(default=16384, description="Tokens kept free for the answer.")
     keep_recent_tokens: Amount = Field(
         default=20000,
-        description="Kept word for word at most; and never more than a quarter of the conversation.",
+        description="Maximum tokens of recent messages kept verbatim; never more than a quarter of the conversation.",
     )
 
 
 class SubagentsConfig(Section):
-    """Limits and defaults of sub-agents."""
+    """Limits and defaults for sub-agents."""
 
     max_concurrent: Count = 8
-    max_spawn_depth: int = Field(default=1, ge=1, le=5, description="1: a sub-agent may not spawn.")
+    max_spawn_depth: int = Field(default=1, ge=1, le=5, description="1 = sub-agents may not spawn.")
     max_children_per_agent: int = Field(
         default=200,
         ge=1,
         le=1000,
-        description="At work at once for one session; more are refused, not queued.",
+        description="Maximum active sub-agents of one session; further ones are refused, not queued.",
     )
     archive_after_minutes: Amount = Field(default=60, description="0 = never.")
     run_timeout_seconds: Amount = Field(default=0, description="0 = none.")
@@ -80,7 +80,7 @@ class SubagentsConfig(Section):
 
 
 class EntrySubagents(Section):
-    """What one agent says otherwise about its sub-agents."""
+    """One agent's overrides of `agents.defaults.subagents`."""
 
     allow_agents: AgentPatterns | None = None
     model: Choice | None = None
@@ -97,14 +97,14 @@ class SandboxConfig(Section):
 
 
 class EntrySandbox(Section):
-    """What one agent says otherwise about its sandbox."""
+    """One agent's overrides of `agents.defaults.sandbox`."""
 
     mode: Literal["off", "non-main", "all"] | None = None
     session_tools_visibility: Literal["spawned", "all"] | None = None
 
 
 class EntrySessionTools(Section):
-    """What one agent says otherwise about the reach of its session tools."""
+    """One agent's overrides of `tools.sessions`."""
 
     visibility: Visibility | None = None
     send: Visibility | None = None
@@ -145,18 +145,20 @@ class RuntimeConfig(Section):
     target: Annotated[str, Field(pattern=CALLABLE_TARGET_PATTERN)] | None = Field(
         default=None, description="`package.module:callable`, for a function."
     )
-    history: bool = Field(default=True, description="Whether a function is shown what was said before.")
+    history: bool = Field(
+        default=True, description="Whether a function receives the earlier messages of the session."
+    )
 
 
 class AgentDefaults(Section):
-    """What holds for every agent that does not say otherwise."""
+    """Defaults for all agents."""
 
     model: Choice | None = None
     instructions: str | None = Field(default=None, description="The system prompt.")
     workspace: Text | None = None
-    timeout_seconds: Count = Field(default=172_800, description="Longest run.")
+    timeout_seconds: Count = Field(default=172_800, description="Maximum duration of a run.")
     max_concurrent: Count = Field(
-        default=256, description="Concurrent model steps in one process, per provider."
+        default=256, description="Maximum concurrent model steps in one process, per provider."
     )
     max_steps: Count = Field(default=100, description="Model steps in one run.")
     thinking_default: ConfiguredThinkingLevel | None = None
@@ -183,14 +185,14 @@ class AgentEntry(Section):
 
 
 class AgentsConfig(Section):
-    """The agents this gateway hosts; with none listed there is one, `main`."""
+    """The agents of this gateway. If none is listed, there is one agent, `main`."""
 
     defaults: AgentDefaults = Field(default_factory=AgentDefaults.model_construct)
     list: Annotated[tuple[AgentEntry, ...], Strict(False)] = ()
 
 
 class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What tools an agent has and how far its session tools reach, all levels considered."""
+    """The tools of an agent and the reach of its session tools, with all levels merged."""
 
     visibility: Visibility
     send: Visibility
@@ -199,7 +201,7 @@ class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
     lifted_send: Visibility
     control: Control
     allow: tuple[tuple[str, ...], ...]
-    """Every list must admit a tool; no list admits all. Kept apart because patterns cannot be intersected."""
+    """A tool must match every list; without lists, all tools are allowed. Patterns cannot be intersected."""
     deny: tuple[str, ...]
 
 
@@ -248,13 +250,13 @@ _S = TypeVar("_S", bound=Section)
 
 
 def _apply_overrides(base: _S, override: Section) -> _S:
-    said: dict[str, Any] = {name: value for name, value in override if value is not None}
-    return base.model_copy(update=said)
+    overrides: dict[str, Any] = {name: value for name, value in override if value is not None}
+    return base.model_copy(update=overrides)
 
 
 def _merge_tool_rules(own: EntryTools, general: ToolsConfig) -> ToolRules:
     # The most specific level that is set decides, so that an agent that narrows its visibility also narrows its
-    # sends, whatever the general section grants.
+    # sends, even if the general section grants more.
     near, far = own.sessions, general.sessions
     stated = near.visibility or (far.visibility if "visibility" in far.model_fields_set else None)
     return ToolRules(
@@ -273,5 +275,5 @@ def _merge_tool_rules(own: EntryTools, general: ToolsConfig) -> ToolRules:
 
 
 def _derive_control(visibility: Visibility | None) -> Control | None:
-    """The control scope implied by a visibility: an agent can stop and steer only its own tree, whatever it can see."""
+    """The control scope implied by a visibility: an agent can stop and steer at most its own tree."""
     return "self" if visibility == "self" else "tree" if visibility else None

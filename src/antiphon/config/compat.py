@@ -109,37 +109,36 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
 }
 """Keys of features that Antiphon does not have, by the path of their section."""
 
-_FALLBACKS_ADVICE = (
-    "a model that fails is asked again, and no other in its place. Choose another as 'primary'."
-)
-_DELEGATION_ADVICE = "when to delegate is for the agent to judge. Say it in its 'instructions'."
+_FALLBACKS_ADVICE = "a failed request is retried with the same model only. Set the model to use as 'primary'."
+_DELEGATION_ADVICE = "the agent decides when to delegate. Describe your preference in its 'instructions'."
 _CONTROL_UI_ADVICE = (
-    "this release serves no page. Name the address of one in 'gateway.controlUi.allowedOrigins'."
+    "this release serves no web interface. To use one from elsewhere, add its origin to"
+    " 'gateway.controlUi.allowedOrigins'."
 )
 
 UNUSED_KEYS: dict[str, str] = {
-    "session.store": "sessions are kept in one store. Use '--state-dir' to move it.",
-    "session.maintenance": "nothing is pruned by itself. Use 'session.retention'.",
+    "session.store": "all sessions are in one store. Use '--state-dir' to move it.",
+    "session.maintenance": "nothing is pruned automatically. Use 'session.retention'.",
     "session.resetTriggers": (
-        "a conversation begins anew with `/new` or `/reset` in a chat, `antiphon sessions reset` or the method"
-        " 'sessions.reset'. Use these."
+        "the triggers cannot be changed. Use `/new` or `/reset` in a chat, `antiphon sessions reset` or the method"
+        " 'sessions.reset' to start a new conversation."
     ),
     "session.threadBindings": (
-        "no session is bound to a thread. Use `/new`, 'session.reset' and 'session.retention' to end conversations."
+        "sessions are not bound to threads. Use `/new`, 'session.reset' and 'session.retention' to end conversations."
     ),
-    "session.dmScope": "this release has no channels whose direct chats it could keep apart. Leave it out.",
-    "session.identityLinks": "this release has no channels on which people could be known. Leave it out.",
+    "session.dmScope": "this release has no channels with direct chats. Remove it.",
+    "session.identityLinks": "this release has no channels. Remove it.",
     "agents.defaults.model.fallbacks": _FALLBACKS_ADVICE,
     "agents.defaults.subagents.model.fallbacks": _FALLBACKS_ADVICE,
     "agents.defaults.subagents.delegationMode": _DELEGATION_ADVICE,
     "agents.list.[].model.fallbacks": _FALLBACKS_ADVICE,
     "agents.list.[].subagents.model.fallbacks": _FALLBACKS_ADVICE,
     "agents.list.[].subagents.delegationMode": _DELEGATION_ADVICE,
-    "agents.list.[].identity.avatar": "clients are given no pictures. Use 'identity.emoji'.",
+    "agents.list.[].identity.avatar": "clients do not show pictures. Use 'identity.emoji'.",
     "models.providers.*.models.[].reasoning": (
-        "what a model can do is known by its name. Use 'thinkingDefault' of an agent to have it think."
+        "the capabilities of a model are derived from its name. Use an agent's 'thinkingDefault' to enable thinking."
     ),
-    "models.providers.*.models.[].input": "images are sent to every model. Leave it out.",
+    "models.providers.*.models.[].input": "images are sent to every model. Remove it.",
     "gateway.controlUi.enabled": _CONTROL_UI_ADVICE,
     "gateway.controlUi.basePath": _CONTROL_UI_ADVICE,
 }
@@ -149,7 +148,7 @@ A test finds keys that nothing reads and that are missing here.
 """
 
 _CHANNEL_KEYS = ("session.dmScope", "session.identityLinks")
-"""Keys without a warning of their own if channels are configured: the one for channels covers them."""
+"""Keys that get no separate warning if channels are configured: the one for channels covers them."""
 
 _HARMLESS_VALUES: tuple[object, ...] = (None, False, "", [], {}, ["text"], "main", ["/new", "/reset"])
 """Values that only ask for the existing behaviour."""

@@ -44,7 +44,7 @@ def combine_problems(problems: Sequence[Problem], file: str | None) -> ConfigErr
     more = f" ({len(rest)} more in the same config.)" if rest else ""
     return ConfigError(
         first.what + more,
-        first.hint or f"Correct it{f' in {file!r}' if file else ''} and try again.",
+        first.hint or f"Fix it{f' in {file!r}' if file else ''} and try again.",
         path=first.path,
         file=file,
         problems=[str(problem) for problem in rest],
@@ -63,7 +63,7 @@ def _build_problem(error: ErrorDetails) -> Problem:
     if error["type"] == "extra_forbidden":
         return _build_unknown_key_problem(path, location, holder)
     if error["type"] == "missing":
-        return Problem(path, f"Key {path!r} is missing.", "It has to be set.")
+        return Problem(path, f"Key {path!r} is missing.", "Set it.")
     given = _format_input(error["input"], shown=_can_show_input(error, location, holder))
     return Problem(path, f"Value of {path!r} must {_format_demand(error)}; {given} was given.")
 
@@ -82,7 +82,7 @@ _ALLOWED_BY_ERROR_TYPE = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "text",
-    "string_unicode": "text without broken characters",
+    "string_unicode": "valid Unicode text",
     "string_too_short": "text that is not empty",
     "dict_type": "an object",
     "model_type": "an object",

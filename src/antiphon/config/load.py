@@ -68,7 +68,7 @@ def load_document(document: ConfigDocument) -> LoadedConfig:
     if mode & 0o077 and (
         any(secret.is_written for _, secret in secrets) or _list_urls_with_credentials(config)
     ):
-        readable = f"{str(path)!r} holds secrets and is not only for its owner (mode {mode:04o})."
+        readable = f"{str(path)!r} contains secrets and is accessible to other users (mode {mode:04o})."
         warnings = (*warnings, f"{readable} Run: chmod 600 {str(path)!r}")
     return LoadedConfig(config, path, warnings)
 
@@ -85,7 +85,9 @@ def parse(
     _check_unicode(known, (), file)
     ignored = [format_path(location) for location in drop_foreign_keys(known)]
     config = _validate(known, base, file)
-    warnings = [f"{path!r} belongs to a part that Antiphon does not have; it is ignored." for path in ignored]
+    warnings = [
+        f"{path!r} belongs to a feature that Antiphon does not have; it is ignored." for path in ignored
+    ]
     return config, (*warnings, *find_warnings(config))
 
 
@@ -128,7 +130,7 @@ class _Exposure(msgspec.Struct, frozen=True):
 def _find_exposure(path: Path, status: os.stat_result) -> _Exposure | None:
     """How other users can change or replace the file, or None if they cannot.
 
-    A file on a read-only mount, as in containers, is accepted whatever its owner and mode.
+    A file on a read-only mount, as in containers, is accepted regardless of its owner and mode.
     """
     mode, folder = stat.S_IMODE(status.st_mode), path.absolute().parent
     around = folder.stat()

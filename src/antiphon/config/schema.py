@@ -80,7 +80,7 @@ class Config(Section):
         """Ids of all agents, in the order of the file."""
         return tuple(self._entries)
 
-    # The next five are also those of a config of which only the document has been read: see `cli/_deferred_config.py`.
+    # A config of which only the document has been read has the next five as well: see `cli/_deferred_config.py`.
 
     @property
     def store_url(self) -> Secret | None:
@@ -101,8 +101,8 @@ class Config(Section):
     @property
     def mirrors_transcripts(self) -> bool:
         """Whether sessions have transcript files; by default only if the store belongs to a single process."""
-        wanted = self.session.transcripts.mirror
-        return (self.store.url is None and self.bus.url is None) if wanted is None else wanted
+        mirror = self.session.transcripts.mirror
+        return (self.store.url is None and self.bus.url is None) if mirror is None else mirror
 
     @property
     def default_agent_id(self) -> str:

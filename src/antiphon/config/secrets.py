@@ -1,4 +1,4 @@
-"""Secrets in the config: a literal text, or a reference to where the text is kept.
+"""Secrets in the config: the text itself, or a reference to its source.
 
 A `Secret` never shows its value in `repr`, `str`, dumps or errors. Only `reveal()` returns it, and reads the
 source each time, so that a rotated secret is picked up and nothing is cached. This is not a keyring and does
@@ -127,7 +127,7 @@ class Secret:
     ) -> JsonSchemaValue:
         return {
             "title": "Secret",
-            "description": "A text, or where the text is kept.",
+            "description": "The secret itself, or a reference to it.",
             "anyOf": [
                 {"type": "string", "minLength": 1, "writeOnly": True},
                 _build_one_key_schema(
@@ -203,7 +203,7 @@ def _read_file(path: Path) -> str:
     try:
         content = _read_private_file(path)
     except _UnsafeFile as error:
-        hint = f"Make it a regular file of this user and run: chmod 600 {str(path)!r}"
+        hint = f"Make it a regular file owned by this user and run: chmod 600 {str(path)!r}"
         raise _build_refused_error(path, str(error), hint) from None
     except (OSError, ValueError) as error:
         raise _build_absent_error(path, error) from None
@@ -222,8 +222,8 @@ def _check_file_exists(path: Path) -> None:
 
 
 def _build_absent_error(path: Path, error: OSError | ValueError) -> ConfigError:
-    why = getattr(error, "strerror", None) or "its name is not usable"
-    return _build_refused_error(path, f"cannot be read: {why}", "Correct the path, or create the file.")
+    why = getattr(error, "strerror", None) or "its name is not valid"
+    return _build_refused_error(path, f"could not be read: {why}", "Fix the path, or create the file.")
 
 
 def _build_refused_error(path: Path, why: str, hint: str) -> ConfigError:
@@ -239,7 +239,7 @@ def _read_private_file(path: Path) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise _UnsafeFile("is not a regular file")
         if status.st_mode & 0o077:
-            raise _UnsafeFile(f"can be used by others than its owner (mode {status.st_mode & 0o777:04o})")
+            raise _UnsafeFile(f"is accessible to other users (mode {status.st_mode & 0o777:04o})")
         if status.st_uid not in (os.geteuid(), 0):
             raise _UnsafeFile("belongs to another user")
         return file.read(MAX_SECRET_BYTES + 1)
@@ -251,18 +251,18 @@ def _read_command_output(command: tuple[str, ...], base: Path | None) -> str:
     except TimeoutError:
         why = f"did not finish within {EXEC_TIMEOUT_SECONDS:g} s"
     except subprocess.CalledProcessError as error:
-        why = f"ended with status {error.returncode}"
+        why = f"exited with status {error.returncode}"
     except OverflowError:
         why = f"printed more than {MAX_SECRET_BYTES} bytes"
     except (OSError, ValueError):
-        why = "cannot be started"
+        why = "could not be started"
     else:
         first = output.split(b"\n", 1)[0].rstrip(b"\r")
         return _decode_secret(first, f"The first line of the secret command {command[0]!r}")
     # Only the program is named: its arguments and its output may be the secret.
     raise ConfigError(
         f"The secret command {command[0]!r} {why}.",
-        "Run it by hand; it must print the secret as its first line and end with status 0.",
+        "Run it manually; it must print the secret as its first line and exit with status 0.",
         command=command[0],
     )
 

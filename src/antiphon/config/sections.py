@@ -42,13 +42,15 @@ ChatType = Annotated[
 
 
 class SendMatch(Section):
-    """Which sessions a send rule is about; every key that is set has to fit."""
+    """The sessions that a send rule applies to; every key that is set must match."""
 
     channel: Text | None = None
     surface: Text | None = Field(default=None, description="Older name of `channel`.")
     chat_type: ChatType | None = None
-    key_prefix: str | None = Field(default=None, description="Of the key with or without `agent:<id>:`.")
-    raw_key_prefix: str | None = Field(default=None, description="Of the whole key.")
+    key_prefix: str | None = Field(
+        default=None, description="Prefix of the key, with or without `agent:<id>:`."
+    )
+    raw_key_prefix: str | None = Field(default=None, description="Prefix of the whole key.")
 
     @property
     def channel_name(self) -> str | None:
@@ -62,25 +64,25 @@ class SendRuleConfig(Section):
     action: SendDecision
     match: SendMatch = Field(
         default_factory=SendMatch.model_construct,
-        description="Sessions the rule applies to; if left out, every session.",
+        description="Sessions that the rule applies to. Default: every session.",
     )
 
 
 class SendPolicyConfig(Section):
-    """Which sessions may send outward: any matching deny wins, then any matching allow, then the default."""
+    """Which sessions may post to their chats: a matching deny wins, then a matching allow, then the default."""
 
     rules: Annotated[tuple[SendRuleConfig, ...], Strict(False)] = ()
     default: SendDecision = "allow"
 
 
 class AgentToAgentTurns(Section):
-    """Limits of conversations between agents."""
+    """Limits for conversations between agents."""
 
     max_ping_pong_turns: int = Field(
-        default=5, ge=0, le=5, description="Reply-back turns after the first reply."
+        default=5, ge=0, le=5, description="Maximum reply-back turns after the first reply."
     )
-    max_hops: int = Field(default=12, ge=1, le=1000, description="Length at which a chain of sends stops.")
-    max_runs: int = Field(default=1000, ge=1, le=1_000_000, description="Runs that one chain may lead to.")
+    max_hops: int = Field(default=12, ge=1, le=1000, description="Maximum length of a chain of sends.")
+    max_runs: int = Field(default=1000, ge=1, le=1_000_000, description="Maximum runs in one chain of sends.")
 
 
 class ThreadBindings(Section):
@@ -88,24 +90,27 @@ class ThreadBindings(Section):
 
     enabled: bool = True
     idle_hours: Quantity = Field(
-        default=24, description="Unbound after so long without a message; 0 = never."
+        default=24, description="Hours without a message after which a session is unbound; 0 = never."
     )
-    max_age_hours: Quantity = Field(default=0, description="Unbound after so long in any case; 0 = never.")
+    max_age_hours: Quantity = Field(
+        default=0, description="Hours after which a session is unbound in any case; 0 = never."
+    )
     spawn_sessions: bool = True
 
 
 class ResetConfig(Section):
-    """When a session starts over by itself."""
+    """When a session is reset automatically."""
 
     mode: Literal["daily", "idle"] = "daily"
     at_hour: int = Field(default=4, ge=0, le=23, description="Local hour of the daily reset.")
     idle_minutes: Count | None = Field(
-        default=None, description="Also (daily) or only (idle) after such a pause."
+        default=None,
+        description="Reset after this many idle minutes; mode `daily` resets every day as well.",
     )
 
 
 class ResetByType(Section):
-    """Automatic reset by kind of chat."""
+    """Automatic reset by type of chat."""
 
     direct: ResetConfig | None = None
     dm: ResetConfig | None = Field(default=None, description="Older name of `direct`.")
@@ -125,7 +130,7 @@ class Transcripts(Section):
 
     mirror: bool | None = Field(
         default=None,
-        description="Keep a JSONL file of each session up to date. By default it is, unless replicas share the store.",
+        description="Mirror each session to a JSONL file. Default: true unless `store.url` or `bus.url` is set.",
     )
 
 
@@ -136,10 +141,10 @@ class AnnounceConfig(Section):
 
 
 class Compat(Section):
-    """Names that older clients read."""
+    """Field names for older clients."""
 
     provider_field: bool = Field(
-        default=False, description="Has no effect: session rows always have `provider`."
+        default=False, description="Accepted, but has no effect: session rows always have `provider`."
     )
 
 
@@ -147,7 +152,7 @@ SessionScope = Literal["per-sender", "global"]
 
 
 class SessionConfig(Section):
-    """How messages are put into sessions, and what sessions may do. No session resets unless told to here."""
+    """How messages are assigned to sessions, and what sessions may do. Resets happen only if configured here."""
 
     scope: SessionScope = "per-sender"
     main_key: Text = "main"
@@ -155,7 +160,7 @@ class SessionConfig(Section):
         default="main", description="Which direct chats share a session."
     )
     identity_links: dict[str, Strings] = Field(
-        default_factory=dict[str, Strings], description="Name of a person → `channel:peer` ids that are them."
+        default_factory=dict[str, Strings], description="Name of a person → their `channel:peer` ids."
     )
     send_policy: SendPolicyConfig = Field(default_factory=SendPolicyConfig.model_construct)
     agent_to_agent: AgentToAgentTurns = Field(default_factory=AgentToAgentTurns.model_construct)
@@ -165,9 +170,11 @@ class SessionConfig(Section):
     reset_by_channel: dict[str, ResetConfig] = Field(default_factory=dict[str, ResetConfig])
     idle_minutes: Count | None = Field(default=None, description="Older form of `reset: {mode: 'idle'}`.")
     reset_triggers: Strings = ("/new", "/reset")
-    store: str | None = Field(default=None, description="Accepted without effect; see the top-level `store`.")
+    store: str | None = Field(
+        default=None, description="Accepted, but has no effect; see the top-level `store`."
+    )
     maintenance: dict[str, Any] | None = Field(
-        default=None, description="Accepted without effect; see `retention`."
+        default=None, description="Accepted, but has no effect; see `retention`."
     )
     retention: Retention = Field(default_factory=Retention.model_construct)
     transcripts: Transcripts = Field(default_factory=Transcripts.model_construct)
@@ -176,18 +183,18 @@ class SessionConfig(Section):
 
 
 class SessionTools(Section):
-    """How far the session tools reach."""
+    """Which sessions the session tools can reach."""
 
     visibility: Visibility = "tree"
-    send: Visibility | None = Field(default=None, description="For sending; left out, as `visibility`.")
-    control: Control | None = Field(default=None, description="For stopping and steering; at most the tree.")
+    send: Visibility | None = Field(default=None, description="For sending. Default: as `visibility`.")
+    control: Control | None = Field(default=None, description="For stopping and steering.")
 
 
 class AgentToAgent(Section):
     """Whether agents may reach each other's sessions."""
 
     enabled: bool = False
-    allow: AgentPatterns = Field(default=(), description="Agent ids; `*` in them stands for any text.")
+    allow: AgentPatterns = Field(default=(), description="Agent id patterns; `*` matches any text.")
 
 
 class ToolLists(Section):
@@ -205,7 +212,7 @@ class SubagentTools(Section):
 
 
 class Attachments(Section):
-    """Files handed to a sub-agent."""
+    """Files passed to a sub-agent."""
 
     enabled: bool = True
     max_files: Amount = 50
@@ -221,7 +228,7 @@ class SessionsSpawn(Section):
 
 
 class ToolsConfig(Section):
-    """What tools agents have and how far they reach."""
+    """Which tools agents have, and which sessions they can reach."""
 
     sessions: SessionTools = Field(default_factory=SessionTools.model_construct)
     agent_to_agent: AgentToAgent = Field(default_factory=AgentToAgent.model_construct)
@@ -229,7 +236,7 @@ class ToolsConfig(Section):
     sessions_spawn: SessionsSpawn = Field(
         default_factory=SessionsSpawn.model_construct, alias="sessions_spawn"
     )
-    allow: ToolNames | None = Field(default=None, description="Left out: every tool.")
+    allow: ToolNames | None = Field(default=None, description="Default: every tool.")
     deny: ToolNames = ()
 
 
@@ -255,7 +262,7 @@ class ModelConfig(Section):
     reasoning: bool = False
     input: Annotated[tuple[Literal["text", "image"], ...], Strict(False)] = ("text",)
     cost: ModelCost | None = None
-    api: Api | None = Field(default=None, description="Left out: the provider's.")
+    api: Api | None = Field(default=None, description="Default: the provider's.")
 
 
 NATIVE_PROVIDER_APIS: dict[str, Api] = {"anthropic": "anthropic-messages", "google": "google-generative-ai"}
@@ -263,15 +270,15 @@ NATIVE_PROVIDER_APIS: dict[str, Api] = {"anthropic": "anthropic-messages", "goog
 
 
 class ProviderConfig(Section):
-    """Where models are served, and how to speak to them."""
+    """Address, credentials, API and models of a provider."""
 
     base_url: Annotated[str, Field(pattern=WEB_ADDRESS_PATTERN)] | None = Field(
-        default=None, description="Needed unless the provider is `openai`, `anthropic` or `google`."
+        default=None, description="Required unless the provider is `openai`, `anthropic` or `google`."
     )
     api_key: Secret | None = None
     api: Api | None = Field(
         default=None,
-        description="Left out: that of `anthropic` or `google` by name, else openai-completions.",
+        description="Default: the native API of `anthropic` and `google`, for other names openai-completions.",
     )
     headers: dict[str, Secret] = Field(default_factory=dict[str, Secret])
     models: Annotated[tuple[ModelConfig, ...], Strict(False)] = ()
@@ -296,14 +303,12 @@ class ImpliedProvider(ProviderConfig):
 class ModelsConfig(Section):
     """The model providers."""
 
-    mode: Literal["merge", "replace"] = Field(
-        default="merge", description="Accepted; there is nothing to merge."
-    )
+    mode: Literal["merge", "replace"] = Field(default="merge", description="Accepted, but has no effect.")
     providers: dict[str, ProviderConfig] = Field(default_factory=dict[str, ProviderConfig])
 
 
 class GatewayAuth(Section):
-    """How clients prove who they are. Without a token one is made at the first start."""
+    """How clients authenticate. If no token is set, one is generated at the first start."""
 
     mode: Literal["token", "password", "none"] = "token"
     token: Secret | None = None
@@ -331,13 +336,13 @@ class HttpEndpoints(Section):
 
 
 class GatewayHttp(Section):
-    """HTTP beside the WebSocket."""
+    """HTTP in addition to the WebSocket."""
 
     endpoints: HttpEndpoints = Field(default_factory=HttpEndpoints.model_construct)
 
 
 class ControlUi(Section):
-    """The web page."""
+    """The web interface."""
 
     enabled: bool = True
     base_path: str = ""
@@ -345,11 +350,11 @@ class ControlUi(Section):
 
 
 class GatewayConfig(Section):
-    """Where the gateway listens and whom it lets in."""
+    """Where the gateway listens, and how clients authenticate."""
 
-    port: int = Field(default=18789, ge=0, le=65535, description="0 takes any free port.")
+    port: int = Field(default=18789, ge=0, le=65535, description="0 chooses a free port.")
     bind: Literal["loopback", "lan", "auto", "tailnet", "custom"] = Field(
-        default="loopback", description="`tailnet` is only read: `up` asks for `custom` instead."
+        default="loopback", description="`tailnet` is accepted here, but `up` refuses it: use `custom`."
     )
     custom_bind_host: Text | None = Field(default=None, description="The address for `bind: 'custom'`.")
     auth: GatewayAuth = Field(default_factory=GatewayAuth.model_construct)
@@ -359,15 +364,15 @@ class GatewayConfig(Section):
 
 
 class HooksConfig(Section):
-    """Runs started by web hooks."""
+    """Runs started by webhooks."""
 
     enabled: bool = False
     token: Secret | None = None
     path: Annotated[str, Field(pattern=URL_PATH_PATTERN)] = "/hooks"
     default_session_key: Text | None = None
     allow_request_session_key: bool = False
-    allowed_session_key_prefixes: Strings | None = Field(default=None, description="Left out: any.")
-    allowed_agent_ids: AgentPatterns | None = Field(default=None, description="Left out: any.")
+    allowed_session_key_prefixes: Strings | None = Field(default=None, description="Default: any.")
+    allowed_agent_ids: AgentPatterns | None = Field(default=None, description="Default: any.")
 
 
 class CronConfig(Section):
@@ -381,56 +386,58 @@ StoreSynchronous = Literal["full", "normal"]
 
 
 class StoreConfig(Section):
-    """Where sessions are kept, and how much they may take."""
+    """Where sessions are stored, and size limits."""
 
     url: Secret | None = Field(
         default=None,
-        description="`postgresql://user@host/database`. Left out: SQLite in the state directory.",
+        description="`postgresql://user@host/database`. Default: SQLite in the state directory.",
     )
-    password: Secret | None = Field(default=None, description="Of the user in `url`.")
+    password: Secret | None = Field(default=None, description="Password of the user in `url`.")
     tls_ca: Text | None = Field(
         default=None,
-        description="Certificates that the database's own must descend from; then it must have one.",
+        description="File with the CA certificates for the database's certificate; TLS is then required.",
     )
     prepared_statements: bool = Field(
-        default=True, description="False behind a PgBouncer that does not keep them apart."
+        default=True, description="Set to false behind a PgBouncer without support for prepared statements."
     )
     connections: Annotated[int, Field(ge=2, le=100)] = Field(
-        default=12, description="To the database, of one gateway at most."
+        default=12, description="Maximum database connections of one gateway."
     )
     synchronous: StoreSynchronous = Field(
-        default="full", description="`normal` may lose the last moments at a power cut."
+        default="full", description="`normal` may lose the latest commits in a power failure."
     )
     message_max_bytes: int = Field(
         default=MIB, ge=1024, le=MAX_NUMBER, description="Maximum size of one message or one answer."
     )
-    lane_max_queued: Count = Field(default=1000, description="Messages one session may have waiting.")
+    lane_max_queued: Count = Field(default=1000, description="Maximum queued messages of one session.")
 
 
 class BusConfig(Section):
-    """What tells several gateways of each other's news."""
+    """The message bus between gateways that share a store."""
 
     url: Secret | None = Field(
-        default=None, description="`nats://host:4222`, several with commas. Left out: one process."
+        default=None,
+        description="`nats://host:4222`, several separated by commas. Default: none, for a single gateway.",
     )
     user: str | None = None
     password: Secret | None = None
     token: Secret | None = None
-    credentials: Text | None = Field(default=None, description="A `.creds` file.")
+    credentials: Text | None = Field(default=None, description="Path of a `.creds` file.")
     tls_ca: Text | None = Field(
         default=None,
-        description="Certificates that the server's own must descend from; then it must have one.",
+        description="File with the CA certificates for the server's certificate; TLS is then required.",
     )
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")] = Field(
-        default="antiphon", description="What distinguishes several houses on one server."
+        default="antiphon", description="Name of this installation, if several share the NATS servers."
     )
-    replicas: Literal[1, 3, 5] = Field(default=1, description="Servers that keep each lane's mark.")
+    replicas: Literal[1, 3, 5] = Field(default=1, description="Copies that JetStream keeps of its streams.")
     ack_wait_seconds: Annotated[float, Field(ge=1, le=300)] = Field(
-        default=10, description="After which another gateway takes over what a silent one was doing."
+        default=10, description="Seconds of silence after which other gateways take over a gateway's work."
     )
-    lanes: Count = Field(default=256, description="Sessions that one gateway works on at a time.")
+    lanes: Count = Field(default=256, description="Maximum sessions that one gateway works on at a time.")
     drain_seconds: Annotated[float, Field(ge=0, le=600)] = Field(
-        default=5, description="That runs have to end when their gateway stops, before others carry them on."
+        default=5,
+        description="Seconds for runs to finish when their gateway stops, before other gateways continue them.",
     )
 
 

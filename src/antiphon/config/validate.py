@@ -20,8 +20,8 @@ UNSUPPORTED_SECTIONS = ("channels",)
 
 GOOGLE_API = "google-generative-ai"  # the only API whose packages are an extra
 TAILNET_ERROR = (
-    "'gateway.bind' is 'tailnet', and which address that is cannot be told here, so that `up` refuses it.",
-    "Use 'custom' and put the address into gateway.customBindHost.",
+    "'gateway.bind' is 'tailnet', but its address cannot be determined, so `up` refuses it.",
+    "Use 'custom' and set gateway.customBindHost to an address of this machine.",
 )
 MIN_SECRET_CHARACTERS = 16  # minimum length of a secret that remote callers could guess
 LOCALHOST = "localhost"
@@ -61,16 +61,16 @@ def find_warnings(config: Config) -> Iterator[str]:
     if config.session.dm_scope == "main" and (channels := _list_shared_channels(config)):
         yield (
             "'session.dmScope' is 'main', so all direct chats share one session, and more than one sender is"
-            f" admitted by {' and '.join(channels)}. Each may read what the others wrote."
+            f" admitted by {' and '.join(channels)}. Each can read what the others wrote."
             " Set it to 'per-channel-peer' to give each sender a session."
         )
 
 
 def _warn_unsupported_sections(config: Config) -> Iterator[str]:
     for path in (name for name in UNSUPPORTED_SECTIONS if name in config.model_fields_set):
-        yield f"{path!r} is accepted and has no effect in this release."
+        yield f"{path!r} is accepted but has no effect in this release."
     if config.bus.url is not None and config.store.url is None:
-        yield "'bus.url' has no effect without 'store.url': a file is used by one gateway. Set 'store.url', too."
+        yield "'bus.url' has no effect without 'store.url': a SQLite file has one gateway. Set 'store.url' as well."
 
 
 def _warn_missing_packages(config: Config) -> Iterator[str]:
@@ -114,10 +114,9 @@ def _warn_weak_secrets(config: Config) -> Iterator[str]:
     # References are not resolved here.
     if secret is not None and secret.kind == "text" and len(secret.reveal()) < MIN_SECRET_CHARACTERS:
         yield (
-            f"'gateway.auth.{mode}' has fewer than {MIN_SECRET_CHARACTERS} characters, "
-            "and others than this machine can try"
-            f" to guess it, because 'gateway.bind' is {gateway.bind!r}. Set a longer one, such as"
-            " `openssl rand -hex 24` prints."
+            f"'gateway.auth.{mode}' has fewer than {MIN_SECRET_CHARACTERS} characters and could be guessed"
+            f" from other machines, because 'gateway.bind' is {gateway.bind!r}. Set a longer one, for example with"
+            " `openssl rand -hex 24`."
         )
 
 
@@ -143,13 +142,13 @@ def _warn_unknown_tools(config: Config) -> Iterator[str]:
         wildcards = not path.startswith("gateway.")  # the gateway's lists take plain names only
         for name in names or ():
             if name.lower().startswith(GROUP_PREFIX):
-                yield f"{path!r} names {name!r}, a group that has no tools here. {_suggest_group(name)}"
+                yield f"{path!r} names {name!r}, a group without tools here. {_suggest_group(name)}"
             elif (
                 name not in SESSION_TOOL_NAMES
                 and not (wildcards and "*" in name)
                 and _is_like_session_tool(name)
             ):
-                yield f"{path!r} names {name!r}, and no tool is called that. {_suggest_tool(name)}"
+                yield f"{path!r} names {name!r}, but there is no such tool. {_suggest_tool(name)}"
 
 
 def _warn_no_tool_left(config: Config) -> Iterator[str]:
@@ -159,7 +158,7 @@ def _warn_no_tool_left(config: Config) -> Iterator[str]:
             continue
         if not any(fnmatchcase(tool, name) for tool in SESSION_TOOL_NAMES for name in names):
             yield (
-                f"{path!r} matches no existing tool ({', '.join(map(repr, names))}), so it leaves no tool."
+                f"{path!r} matches no existing tool ({', '.join(map(repr, names))}), so no tool is allowed."
                 f" Use some of: {', '.join(SESSION_TOOL_NAMES)}."
             )
 
@@ -194,10 +193,10 @@ def _iterate_tool_lists(config: Config) -> Iterator[tuple[str, Sequence[str] | N
 
 
 def _is_like_session_tool(name: str) -> bool:
-    said = name.lower()
+    lowered = name.lower()
     return (
-        said.startswith(("session", "subagent"))
-        or find_nearest(said, SESSION_TOOL_NAMES, alike=MIN_NAME_SIMILARITY) is not None
+        lowered.startswith(("session", "subagent"))
+        or find_nearest(lowered, SESSION_TOOL_NAMES, alike=MIN_NAME_SIMILARITY) is not None
     )
 
 
@@ -205,12 +204,12 @@ def _suggest_tool(name: str) -> str:
     near = find_nearest(name, SESSION_TOOL_NAMES)
     if "*" in name:
         return "Write out the name of each tool."
-    return f"Did you mean {near!r}?" if near else f"There are: {', '.join(SESSION_TOOL_NAMES)}."
+    return f"Did you mean {near!r}?" if near else f"Valid tools: {', '.join(SESSION_TOOL_NAMES)}."
 
 
 def _suggest_group(name: str) -> str:
     near = find_nearest(name, TOOL_GROUPS, alike=MIN_NAME_SIMILARITY)
-    return f"Did you mean {near!r}?" if near else "Name each tool that is meant, or leave it out."
+    return f"Did you mean {near!r}?" if near else "List the tools by name, or remove it."
 
 
 def _warn_agents_out_of_sight(config: Config) -> Iterator[str]:
@@ -223,7 +222,7 @@ def _warn_agents_out_of_sight(config: Config) -> Iterator[str]:
         if visibility == "all":
             yield (
                 f"'{path}tools.sessions.visibility' is 'all', but sessions of other agents stay invisible while"
-                " 'tools.agentToAgent.enabled' is false. Set it to true if agents are to reach each other."
+                " 'tools.agentToAgent.enabled' is false. Set it to true if agents should reach each other."
             )
 
 
@@ -235,7 +234,7 @@ def _warn_never_idle(config: Config) -> Iterator[str]:
     inheriting = {} if general else {"session.reset": session.reset, **types}
     for path, reset in {**inheriting, **channels}.items():
         if reset and reset.mode == "idle" and reset.idle_minutes is None:
-            yield f"{path!r} has the mode 'idle' and no 'idleMinutes', so nothing begins anew. Set it."
+            yield f"{path!r} has the mode 'idle' but no 'idleMinutes', so no session is reset. Set 'idleMinutes'."
 
 
 def _check_agents(config: Config) -> Iterator[Problem]:
@@ -245,7 +244,7 @@ def _check_agents(config: Config) -> Iterator[Problem]:
         path = f"agents.list[{index}]"
         if first != index:
             what = f"Agent id {entry.id!r} is used by both 'agents.list[{first}]' and {path!r}."
-            yield Problem(f"{path}.id", what, "Give each agent an id of its own.")
+            yield Problem(f"{path}.id", what, "Give each agent a unique id.")
         if (entry.runtime.type == "function") != (entry.runtime.target is not None):
             what = f"{path + '.runtime'!r} must have a 'target' if, and only if, its 'type' is 'function'."
             yield Problem(f"{path}.runtime.target", what)
@@ -261,15 +260,15 @@ def _check_providers(config: Config) -> Iterator[Problem]:
         path = f"models.providers.{name}"
         if name == REHEARSAL_PROVIDER:
             yield Problem(
-                path, f"The provider name {name!r} is reserved.", "It is built in; use another name."
+                path, f"The provider name {name!r} is reserved.", "Use another name for your provider."
             )
         if not name or "/" in name or name != name.strip():
-            what = f"The provider name {name!r} is empty, has a '/' in it or a space around it."
+            what = f"The provider name {name!r} is empty, contains '/' or has spaces around it."
             yield Problem(path, what, "Models are named 'provider/model', so choose a name without '/'.")
         if provider.base_url is None and name not in (*PUBLIC_PROVIDER_KEY_VARIABLES, REHEARSAL_PROVIDER):
             what = f"The provider {name!r} needs an address: {path + '.baseUrl'!r} is not set."
             known = ", ".join(map(repr, PUBLIC_PROVIDER_KEY_VARIABLES))
-            yield Problem(f"{path}.baseUrl", what, f"Set it. Only {known} can do without.")
+            yield Problem(f"{path}.baseUrl", what, f"Set it. Only {known} have a default address.")
         ids = [model.id for model in provider.models]
         for model_id in sorted({model_id for model_id in ids if ids.count(model_id) > 1}):
             yield Problem(f"{path}.models", f"Model {model_id!r} is listed twice in {path!r}.", "Remove one.")
@@ -324,7 +323,7 @@ def _check_send_rules(config: Config) -> Iterator[Problem]:
     for index, rule in enumerate(config.session.send_policy.rules):
         if rule.match.channel and rule.match.surface and rule.match.channel != rule.match.surface:
             path = f"session.sendPolicy.rules[{index}].match"
-            what = f"'channel' and 'surface' of {path!r} are two names of one thing but differ."
+            what = f"'channel' and 'surface' of {path!r} are two names for the same thing but differ."
             yield Problem(f"{path}.surface", what, "Keep 'channel'.")
 
 
@@ -340,9 +339,9 @@ def _list_shared_channels(config: Config) -> list[str]:
             senders[channel] = {
                 people.get(f"{channel}:{p}", people.get(p, f"{channel}:{p}")) for p in admitted
             }
-    everybody = set[str]().union(*senders.values())
-    anybody = any(sender.endswith(":*") for sender in everybody)
-    return [f"'channels.{channel}'" for channel in senders] if len(everybody) > 1 or anybody else []
+    all_senders = set[str]().union(*senders.values())
+    is_open = any(sender.endswith(":*") for sender in all_senders)
+    return [f"'channels.{channel}'" for channel in senders] if len(all_senders) > 1 or is_open else []
 
 
 def _list_admitted_senders(settings: dict[str, Any]) -> Iterator[object]:

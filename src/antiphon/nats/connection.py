@@ -80,7 +80,7 @@ class NatsServers:
         if self.credentials is not None:
             if not all(marker in self.credentials.read_bytes() for marker in CREDENTIALS_FILE_MARKERS):
                 raise ConfigError(
-                    f"{self.credentials} holds no credentials.",
+                    f"{self.credentials} contains no credentials.",
                     "Name a file created by `nsc generate creds`.",
                     path="bus",
                 )
@@ -98,7 +98,7 @@ class NatsServers:
             return ssl.create_default_context(cafile=self.authority)
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(
-                f"{self.authority} holds no certificate.", "Name a file in PEM format.", path="bus"
+                f"{self.authority} contains no certificate.", "Name a file in PEM format.", path="bus"
             ) from error
 
 
@@ -108,10 +108,10 @@ def _check_readable(file: Path) -> None:
         os.close(os.open(file, os.O_RDONLY | os.O_NONBLOCK))
         regular = file.is_file()
     except OSError as error:
-        why = f"{file} cannot be read ({error.strerror})."
-        raise ConfigError(why, "Correct the path in `bus`.", path="bus") from error
+        why = f"{file} could not be read ({error.strerror})."
+        raise ConfigError(why, "Fix the path in `bus`.", path="bus") from error
     if not regular:
-        raise ConfigError(f"{file} is no file.", "Correct the path in `bus`.", path="bus")
+        raise ConfigError(f"{file} is not a file.", "Fix the path in `bus`.", path="bus")
 
 
 class NatsConnection:

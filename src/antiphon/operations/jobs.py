@@ -191,7 +191,7 @@ def parse_job_input(kind: type[T], raw: Any) -> T:
         field = misfit.field or "job"
         raise InvalidInput(
             f"{field!r} is not valid: {misfit.what[:1].lower()}{misfit.what[1:]}.",
-            "Correct it and send it again.",
+            "Fix it and send it again.",
             field=field,
         ) from error
 
