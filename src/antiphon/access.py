@@ -1,7 +1,7 @@
 """Who may do what to which session: the single access decision of every tool, method and route.
 
-References have been resolved to canonical keys before, and the store has said whether the target was spawned
-below the caller. Decisions here are pure: no lookup, no configuration, no wire.
+References have been resolved to canonical keys before, and the store has determined whether the target was
+spawned below the caller. Decisions here are pure: no lookup, no configuration, no wire.
 
 A session that a caller may not read looks exactly like one that does not exist; use
 `build_session_missing_error` for both.
@@ -60,7 +60,7 @@ _SETTING_FOR: dict[Action, str] = {
 
 
 class VisibilityCap(NamedTuple):
-    """The most a caller can reach, whatever its agent is granted: a spawned session stays within its parent's reach."""
+    """The maximum reach of a caller, even if its agent is granted more: a spawned session stays within its parent's reach."""
 
     read: Visibility
     send: Visibility
@@ -147,7 +147,7 @@ def build_session_missing_error(
 ) -> NotFound:
     """The error for a session that does not exist or that the caller may not know about.
 
-    It tells an agent what it can reach and which settings decide that, whether or not the session exists.
+    For an agent it names what the agent can reach and the settings that decide that, whether or not the session exists.
     """
     shows = "Use a key that sessions_list (or `antiphon sessions list`) shows."
     if caller is not None and grants is not None and not caller.is_operator:
@@ -186,8 +186,8 @@ def resolve_grants(
     """An agent's grants from its settings, narrowed to its own tree in a sandbox, and to the cap."""
     clamp = sandboxed and session_tools_visibility == "spawned"
     read = pick_narrower_visibility(visibility, "tree") if clamp else visibility
-    wanted = send_visibility or visibility
-    send = pick_narrower_visibility(wanted, "tree") if clamp else wanted
+    requested_send = send_visibility or visibility
+    send = pick_narrower_visibility(requested_send, "tree") if clamp else requested_send
     if cap is not None:
         read, send = pick_narrower_visibility(read, cap.read), pick_narrower_visibility(send, cap.send)
     return Grants(
@@ -211,7 +211,7 @@ def require_scope(caller: Caller, action: Action) -> None:
     """Refuses an operator's request before anything is looked up; agents pass.
 
     Raises:
-        Forbidden: the token lacks the scope, whatever the target is.
+        Forbidden: the token lacks the scope.
     """
     if caller.is_operator and _SCOPE_FOR[action] not in caller.scopes:
         raise Forbidden(
@@ -223,7 +223,10 @@ def require_scope(caller: Caller, action: Action) -> None:
 
 
 def require_operator(
-    caller: Caller, action: Action, what: str = "the whole", instead: str = "List sessions instead."
+    caller: Caller,
+    action: Action,
+    what: str = "the status of the gateway",
+    hint: str = "List sessions instead.",
 ) -> None:
     """Refuses agents, and operators whose token lacks the scope, where a request covers all sessions.
 
@@ -232,7 +235,7 @@ def require_operator(
     """
     require_scope(caller, action)
     if not caller.is_operator:
-        raise Forbidden(f"Only operators see {what}.", instead, action=action)
+        raise Forbidden(f"Only operators can see {what}.", hint, action=action)
 
 
 def authorize(
@@ -260,7 +263,7 @@ def authorize(
             raise build_session_missing_error(reference or target.key, caller, grants)
         require_scope(caller, action)
         raise Forbidden(
-            f"Session {target.key!r} may be read from here, but this caller may not {_ACTION_VERBS[action]} it.",
+            f"Session {target.key!r} can be read, but this caller may not {_ACTION_VERBS[action]} it.",
             f"Choose another session, or ask the operator to widen {_SETTING_FOR[action]!r}.",
             action=action,
             key=target.key,

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Tells the wall-clock time. Deadlines are stored in it because they outlive the process."""
+    """Reads the wall-clock time. Deadlines are stored in it because they outlive the process."""
 
     def now(self) -> int:
         """Milliseconds since the epoch."""
@@ -22,7 +22,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to."""
+    """A clock that moves only when `advance` is called."""
 
     def __init__(self, now: int = 1_700_000_000_000) -> None:
         self._now = now

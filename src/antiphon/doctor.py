@@ -32,8 +32,8 @@ from antiphon.store.sqlite.database_file import check_file, check_library
 from antiphon.store.statedir import StateDir, find_exposure, translate_os_error
 
 SQL = Queries("doctor")
-MAX_CONFIG_WARNINGS = 20  # that are shown; `config check` shows all
-MIN_FREE_DISK_BYTES, LOW_FREE_DISK_BYTES = 64 * 2**20, 1024 * 2**20  # bytes
+MAX_CONFIG_WARNINGS = 20  # shown here; `config check` shows all
+MIN_FREE_DISK_BYTES, LOW_FREE_DISK_BYTES = 64 * 2**20, 1024 * 2**20
 MAX_ENTRIES_CHECKED = 100_000  # newest transcript entries that are read
 CHECKED_ENTRIES_PER_PAGE = 500
 AFTER_EVERY_LEASE_MILLISECONDS = 2**62  # later than any lease
@@ -117,7 +117,7 @@ def _check_configuration(paths: Paths, findings: list[Finding]) -> LoadedConfig 
 
 
 def path_exists(path: Path) -> bool:
-    """Whether a path exists, as far as can be told; if it cannot, checking the state directory reports it."""
+    """Whether a path exists, as far as this user can see; checking the state directory reports missing access."""
     return os.path.exists(path)  # noqa: PTH110 - Path.exists raises where a directory may not be entered
 
 
@@ -133,7 +133,7 @@ def _check_state_directory(home: StateDir) -> Iterator[Finding]:
     if not (home.path.is_dir() and is_writable(home.path)):
         yield report_failure(
             "state",
-            f"{str(home.path)!r} is no directory that can be written to.",
+            f"{str(home.path)!r} is not a writable directory.",
             "Give this user write access, or choose another with --state-dir.",
         )
         return
@@ -152,7 +152,7 @@ def _check_state_directory(home: StateDir) -> Iterator[Finding]:
     open_to_others = [path for path in _list_private_paths(home) if stat.S_IMODE(path.stat().st_mode) & 0o077]
     for path in open_to_others:
         yield report_warning(
-            "state", f"{str(path)!r} can be read by others.", f"Run: chmod go= {str(path)!r}"
+            "state", f"{str(path)!r} can be read by other users.", f"Run: chmod go= {str(path)!r}"
         )
     if not open_to_others:
         yield report_ok("state", f"{str(home.path)!r} is private to its owner")
@@ -163,10 +163,10 @@ def _check_state_directory(home: StateDir) -> Iterator[Finding]:
 def _check_missing_directory(path: Path) -> Finding:
     parent = _find_nearest_existing_path(path)
     if is_writable(parent):
-        return report_ok("state", f"{str(path)!r} does not exist yet; it is made at the first start")
+        return report_ok("state", f"{str(path)!r} does not exist yet; it is created at the first start")
     return report_failure(
         "state",
-        f"{str(path)!r} does not exist and cannot be made in {str(parent)!r}.",
+        f"{str(path)!r} does not exist and cannot be created in {str(parent)!r}.",
         "Give this user write access there, or choose another with --state-dir.",
     )
 
@@ -186,7 +186,9 @@ def _check_disk_space(path: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(_find_nearest_existing_path(path)).free
     text = f"{free // 2**20} MiB free"
     if free < MIN_FREE_DISK_BYTES:
-        yield report_failure("disk", f"Only {text}.", "Free some space: nothing can be accepted without it.")
+        yield report_failure(
+            "disk", f"Only {text}.", "Free some space: messages cannot be accepted without it."
+        )
     elif free < LOW_FREE_DISK_BYTES:
         yield report_warning("disk", f"Only {text}.", "Free some space before it runs out.")
     else:
@@ -233,23 +235,23 @@ async def _check_database_content(config: Config, home: StateDir, *, running: bo
 
 async def _check_transcripts(store: Store) -> Finding:
     """Reads the newest entries, a page at a time, as a prompt would."""
-    looked = unreadable = 0
+    checked = unreadable = 0
     first: Row | None = None
     before = 2**62
-    while looked < MAX_ENTRIES_CHECKED:
+    while checked < MAX_ENTRIES_CHECKED:
         page = await store.read(_load_entries_before, before)
         damaged = [row for row in page if not _is_readable_entry(row["body"])]
-        looked += len(page)
+        checked += len(page)
         unreadable += len(damaged)
         first = first or (damaged[0] if damaged else None)
         if len(page) < CHECKED_ENTRIES_PER_PAGE:
             break
         before = page[-1]["id"]
     if first is None:
-        return report_ok("transcripts", f"the newest {looked} entries can be read")
+        return report_ok("transcripts", f"the newest {checked} entries can be read")
     return report_warning(
         "transcripts",
-        f"{unreadable} of the newest {looked} entries cannot be shown to a model; "
+        f"{unreadable} of the newest {checked} entries could not be read; "
         f"the newest is {first['seq']} in {first['key']!r}.",
         f"See: antiphon sessions history {first['session_id']} --before {first['seq'] + 1} --limit 1 --json",
     )
@@ -279,7 +281,7 @@ async def _check_runs(store: Store, *, running: bool) -> list[Finding]:
                 "runs",
                 f"{_format_run_count(len(interrupted))} given up after too many interruptions, "
                 f"the latest in {interrupted[0]['key']!r}.",
-                "Say the message again if it still matters.",
+                "Send the message again if it still matters.",
             )
         )
     if orphaned and running:
@@ -296,10 +298,10 @@ async def _check_runs(store: Store, *, running: bool) -> list[Finding]:
             report_warning(
                 "runs",
                 f"{_format_run_count(len(orphaned))} interrupted.",
-                "They are carried on at the next start.",
+                "They continue at the next start.",
             )
         )
-    return findings or [report_ok("runs", "none is lost or given up")]
+    return findings or [report_ok("runs", "no run was lost or given up")]
 
 
 async def _load_problem_runs(tx: Tx, now: int) -> tuple[list[Row], list[Row]]:
@@ -319,7 +321,7 @@ async def _check_models(config: Config, *, online: bool) -> list[Finding]:
             report_warning(
                 "models",
                 "No provider is configured; the built-in rehearsal model answers.",
-                "Put one under models.providers.",
+                "Add one to models.providers.",
             )
         ]
     findings: list[Finding] = []
@@ -331,7 +333,7 @@ async def _check_models(config: Config, *, online: bool) -> list[Finding]:
         elif online and provider.base_url:
             findings.append(await _check_provider_reachable(name, where))
         else:
-            findings.append(report_ok("models", f"{name!r} at {where}, not contacted (--online does)"))
+            findings.append(report_ok("models", f"{name!r} at {where}, not contacted (use --online)"))
     return findings
 
 

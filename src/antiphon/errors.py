@@ -1,8 +1,8 @@
 """Every error that Antiphon raises on purpose.
 
 Each one says who has to react (`who`), carries its data as attributes in `data`, and knows its form on
-each wire (`http`, `ws`, `exit_code`). The text says what happened and then what to do next, in plain
-sentences, so that it suits a model, a person and a log alike.
+each wire (`http`, `ws`, `exit_code`). The text states what happened and then what to do next, in plain
+sentences that suit a model, a person and a log alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ErrorAudience = Literal["caller", "operator", "model", "engine"]
 
 
 def format_install_hint(extra: str) -> str:
-    """The next step if the packages of an extra are missing."""
+    """The next step when the packages of an extra are missing."""
     script = Path(__file__).parents[2] / "scripts" / "extra"
     if script.is_file():  # a checkout, which may not have uv on the path
         return f"Run `{shlex.quote(str(script))} {extra}`."
@@ -40,7 +40,7 @@ class AntiphonError(Exception):
 
 
 class InvalidInput(AntiphonError):
-    """The caller sent something that cannot be accepted; `data['field']` names it. Nothing was changed."""
+    """The caller sent invalid data; `data['field']` names it. Nothing was changed."""
 
     code = "invalid_input"
     who = "caller"
@@ -63,7 +63,7 @@ class TooLarge(InvalidInput):
 
 
 class Ambiguous(InvalidInput):
-    """A reference that fits more than one session; `data['candidates']` lists them."""
+    """A reference that matches more than one session; `data['candidates']` lists them."""
 
     code = "ambiguous"
     http = 409
@@ -117,7 +117,7 @@ class Unauthorized(AntiphonError):
 
 
 class TooManyFailures(Unauthorized):
-    """Too many wrong credentials came from this address; `data['retryAfterMs']` says how long to wait."""
+    """Too many failed logins from this address; `data['retryAfterMs']` says how long to wait."""
 
     code = "rate_limited"
     http = 429
@@ -170,7 +170,7 @@ class SpawnRefused(Forbidden):
 
 
 class Undeliverable(AntiphonError):
-    """A channel has definitely not sent a message. `final` says that a retry is pointless."""
+    """A channel has certainly not sent a message. `final` means that a retry is pointless."""
 
     code = "undeliverable"
 
@@ -217,7 +217,7 @@ class StoreLocked(StoreError):
 
 
 class StoreDamaged(StoreError):
-    """The database file is not readable as one of ours."""
+    """The file is not a valid Antiphon database."""
 
     code = "store_damaged"
 
@@ -328,5 +328,5 @@ class Fenced(AntiphonError):
 
     def __init__(self, run_id: str) -> None:
         super().__init__(
-            f"Run {run_id!r} is owned by another worker now.", "Nothing is to be done.", run_id=run_id
+            f"Run {run_id!r} is owned by another worker now.", "Leave the run to it.", run_id=run_id
         )

@@ -1,7 +1,7 @@
 """The event loop of a process that hosts sessions.
 
-uvloop is used if installed, because it costs less than asyncio's own loop. The garbage collector is told to keep
-what exists at start and to run less often: reference counting frees most of what a run allocates, and collecting
+uvloop is used if installed, because it costs less than asyncio's own loop. The garbage collector ignores what
+exists at start and runs less often: reference counting frees most of what a run allocates, and collecting
 the rest was a tenth of the cost of a run. The collector counts objects, not bytes, so it is also run when the
 process has grown by many bytes.
 """

@@ -1,4 +1,4 @@
-"""The grammar of session keys: what a key says, how it is written, and what a caller may write instead.
+"""The grammar of session keys: what a key means, how it is spelled, and which shorter forms a caller may use.
 
 A stored key is `agent:<agentId>:<rest>`, or `main` for the one session of `session.scope = "global"`. Ids
 that come from a channel are opaque: they keep their case and their colons, and only what would be ambiguous
@@ -114,8 +114,8 @@ class SessionKey(msgspec.Struct, frozen=True):
             _check_other(self.id)
         if _parse_rest(self.rest) != (self.shape, self.id, self.channel, self.account, self.thread):
             raise InvalidKey(
-                f"Session key {text!r} would be read as something else than what it was made of.",
-                "Give every part a value and use no word of the key grammar as an account name.",
+                f"Session key {text!r} would not parse back to the parts it was built from.",
+                "Give every part a value, and do not use a word of the key grammar as an account name.",
                 key=text,
             )
 
@@ -168,7 +168,7 @@ class SessionKey(msgspec.Struct, frozen=True):
 
     @property
     def chat_type(self) -> ChatType | None:
-        """The kind of chat, if the key shows it. A main session is where direct messages come together."""
+        """The kind of chat, if the key shows it. Direct messages go to a main session."""
         if self.shape in ("main", "global"):
             return "direct"
         return self.shape if self.shape in ("group", "channel", "direct") else None
@@ -352,8 +352,8 @@ def subagent_key(agent_id: str, uuid: str) -> SessionKey:
 
 
 def _resolve_linked_peer(channel: str, peer: str, links: Mapping[str, Sequence[str]]) -> str:
-    wanted = {peer.lower(), f"{channel}:{peer}".lower()}
-    names = (name for name, peers in links.items() if any(entry.lower() in wanted for entry in peers))
+    aliases = {peer.lower(), f"{channel}:{peer}".lower()}
+    names = (name for name, peers in links.items() if any(entry.lower() in aliases for entry in peers))
     return next(names, peer)
 
 
@@ -471,7 +471,7 @@ def _check_channel(name: str) -> None:
     ):
         raise InvalidKey(
             f"Channel name {name[:80]!r} is not valid.",
-            "Use 1 to 64 lower-case letters, digits, '_' or '-', but no word of the keys and not 'node-…'.",
+            "Use 1 to 64 lower-case letters, digits, '_' or '-', but no reserved word and not 'node-…'.",
             field="channel",
         )
 

@@ -28,7 +28,7 @@ AnnounceMode = Literal["target", "none"]
 """Whether an exchange between two sessions ends with an announcement in the target's chat."""
 StopReason = Literal["stop", "length", "toolUse", "error", "aborted"]
 INJECTED_MODEL = "gateway-injected"  # the model of entries that were added without asking one
-CLIENT_PROVIDER = "client"  # the provider of answers that a client says were given elsewhere before
+CLIENT_PROVIDER = "client"  # the provider of earlier answers that a client supplies
 
 
 class _FormatStruct(msgspec.Struct, kw_only=True, rename="camel", omit_defaults=True, frozen=True):
@@ -231,6 +231,6 @@ def decode_message(body: str | bytes) -> Message:
         return _decoder.decode(body)
     except msgspec.MsgspecError as error:
         raise InvalidInput(
-            f"A transcript entry cannot be read: {error}.",
+            f"A transcript entry could not be read: {error}.",
             "Run `antiphon doctor` to see which one; the rest of the transcript is not affected.",
         ) from error

@@ -41,8 +41,8 @@ def expand_home(text: str) -> Path:
 
 def is_writable(path: Path) -> bool:
     """Whether this process may change a file, or the contents of a directory."""
-    wanted = os.W_OK | os.X_OK if path.is_dir() else os.W_OK
-    return os.access(path, wanted, effective_ids=os.access in os.supports_effective_ids)
+    mode = os.W_OK | os.X_OK if path.is_dir() else os.W_OK
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
 
 
 def _resolve_path(value: str | None, home: Path) -> Path | None:

@@ -92,14 +92,14 @@ def _build_problem(path: str, subject: str, error: Exception) -> Problem:
 def _replace_secrets(config: Config) -> Config:
     """Replaces secret references; literal secrets stay, since they are checked as parts of a request."""
 
-    def replaced(secret: Secret) -> Secret:
+    def replace_secret(secret: Secret) -> Secret:
         return secret if secret.kind == "text" else Secret("text", (SECRET_PLACEHOLDER,))
 
     providers = {
         name: provider.model_copy(
             update={
-                "api_key": provider.api_key and replaced(provider.api_key),
-                "headers": {header: replaced(secret) for header, secret in provider.headers.items()},
+                "api_key": provider.api_key and replace_secret(provider.api_key),
+                "headers": {header: replace_secret(secret) for header, secret in provider.headers.items()},
             }
         )
         for name, provider in config.models.providers.items()
@@ -162,7 +162,7 @@ async def _try_first_request(
 
 
 class _DiscardedDeltas:
-    """Deltas that are discarded."""
+    """Discards streamed output."""
 
     def text(self, piece: str) -> None: ...
 

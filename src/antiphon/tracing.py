@@ -30,10 +30,10 @@ def start_span(
     from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415
 
     propagator = tracecontext.TraceContextTextMapPropagator()
-    above = propagator.extract({"traceparent": parent}) if parent else None
-    given = {f"antiphon.{key}": value for key, value in attributes.items() if value is not None}
+    context = propagator.extract({"traceparent": parent}) if parent else None
+    prefixed = {f"antiphon.{key}": value for key, value in attributes.items() if value is not None}
     return trace.get_tracer("antiphon").start_as_current_span(
-        f"antiphon.{name}", context=above, attributes=given
+        f"antiphon.{name}", context=context, attributes=prefixed
     )
 
 
@@ -51,7 +51,7 @@ def configure_export(environ: Mapping[str, str]) -> bool:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
-            f"{ENDPOINT_VARIABLE} is set, but nothing that could send spans is installed.",
+            f"{ENDPOINT_VARIABLE} is set, but the OpenTelemetry exporter is not installed.",
             format_install_hint("otel"),
             path=ENDPOINT_VARIABLE,
         ) from error

@@ -657,7 +657,7 @@ async def test_the_doctor_knows_where_nothing_can_be_kept(open_path: Path) -> No
     with drop_privileges():
         assert await state(kept) == ("fail", f"{str(kept / DATABASE_FILE_NAME)!r} cannot be written to.")
         level, what = await state(closed / "a" / "b")
-        assert level == "fail" and what.endswith(f"cannot be made in {str(closed)!r}.")
+        assert level == "fail" and what.endswith(f"cannot be created in {str(closed)!r}.")
     level, what = await state(shared)
     assert level == "fail" and "contains other files" in what
     shared.chmod(0o733)

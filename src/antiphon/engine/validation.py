@@ -57,19 +57,19 @@ def validate_message_size(
         )
 
 
-def validate_idempotency_key(given: str | None) -> None:
+def validate_idempotency_key(key: str | None) -> None:
     """Check a caller's idempotency key. Some prefixes are reserved for runs that only the engine may start."""
-    if given is None:
+    if key is None:
         return
-    if not (0 < len(given) <= 200 and given.isprintable()):
+    if not (0 < len(key) <= 200 and key.isprintable()):
         raise InvalidInput(
             "The idempotency key must be 1 to 200 printable characters.",
             "Use a UUID.",
             field="idempotencyKey",
         )
-    if given.startswith(RESERVED_KEY_PREFIXES):
+    if key.startswith(RESERVED_KEY_PREFIXES):
         raise InvalidInput(
-            f"Idempotency keys that begin with {given.partition(':')[0] + ':'!r} are reserved.",
+            f"Idempotency keys that begin with {key.partition(':')[0] + ':'!r} are reserved.",
             "Use a UUID.",
             field="idempotencyKey",
         )

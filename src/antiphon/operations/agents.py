@@ -43,7 +43,7 @@ class AgentOperations:
             if caller.session_key
             else None
         )
-        anybody = envelope is None and ANY_AGENT in (pattern.strip() for pattern in patterns)
+        can_spawn_any = envelope is None and ANY_AGENT in (pattern.strip() for pattern in patterns)
         spawnable = [
             agent
             for agent in self._directory.list_spawnable_by(caller, requester)
@@ -58,7 +58,7 @@ class AgentOperations:
 
         return AgentsView(
             requester=requester,
-            allow_any=caller.is_operator or anybody,
+            allow_any=caller.is_operator or can_spawn_any,
             agents=[line(agent) for agent in spawnable],
             message_only=[line(agent) for agent in messageable if agent not in spawnable],
             hint=None if any(agent != requester for agent in messageable) else REACH_HINT,
@@ -81,7 +81,7 @@ class AgentOperations:
         """Return every configured agent; for operators only."""
         access.require_scope(caller, "list")
         if not caller.is_operator:
-            raise Forbidden("Only operators see every agent.", "Call agents_list.", action="list")
+            raise Forbidden("Only operators can see every agent.", "Call agents_list.", action="list")
         return self._directory.list_cards()
 
 

@@ -196,7 +196,7 @@ class MessageOperations:
 
     def _validate_message(self, message: IncomingMessage) -> None:
         """Check everything about a message that needs no lookup."""
-        most = self._context.config.store.message_max_bytes
+        max_bytes = self._context.config.store.message_max_bytes
         if isinstance(message.content, ToolResult):
             validation.validate_message_size(message.content.content, most, extra_text=message.instructions)
         else:

@@ -334,7 +334,7 @@ def _choose_subagent(target: str | None, found: Sequence[TaskView]) -> TaskView:
     if len(fitting) > 1:
         candidates = [task.child_session_key for task in fitting]
         raise Ambiguous(
-            f"{len(fitting)} sub-agents fit {target[:80]!r}: {', '.join(candidates[:10])}.",
+            f"{len(fitting)} sub-agents match {target[:80]!r}: {', '.join(candidates[:10])}.",
             "Pass one of these keys.",
             candidates=candidates[:10],
         )

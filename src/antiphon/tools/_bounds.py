@@ -71,12 +71,12 @@ def fit_entries(items: Sequence[dict[str, Any]], most: int, *, from_newest: bool
 
 def bound_entry(item: dict[str, Any], most: int) -> BoundedEntry:
     """Return the entry with every text masked and cut, or a placeholder if it is still larger than `most`."""
-    sieve = _EntryBounder(most)
-    message = sieve.bound_message(item)
+    bounder = _EntryBounder(most)
+    message = bounder.bound_message(item)
     size = len(msgspec.json.encode(message))
     if size > most:
         return build_placeholder(item)
-    return BoundedEntry(message, size, sieve.truncated, sieve.redacted)
+    return BoundedEntry(message, size, bounder.truncated, bounder.redacted)
 
 
 def build_placeholder(item: dict[str, Any]) -> BoundedEntry:
@@ -139,7 +139,7 @@ class _EntryBounder:
         return {key: self._bound_value(item, key, depth + 1) for key, item in items}
 
     def _bound_named_text(self, name: str, text: str) -> str:
-        """Bound a text in data; a telling name, such as `password`, has it masked even if it does not look secret."""
+        """Bound a text in data; a name such as `password` has it masked even if it does not look like a secret."""
         if text and name and _is_secret_name(name[:64]):
             self.redacted = True
             return "***"
@@ -168,6 +168,6 @@ class _EntryBounder:
 
 @lru_cache(1024)
 def _is_secret_name(name: str) -> bool:
-    """Whether a JSON field with this name is masked whatever its value is."""
+    """Whether a JSON field with this name is masked regardless of its value."""
     written = f'"{name}": "plain words"'
     return redact(written) != written

@@ -8,13 +8,13 @@ from antiphon.operations.types import AgentsView
 from antiphon.tools._adapter import ToolArguments, build_tool
 
 TOOL_DESCRIPTION = (
-    "List the agents you may start with sessions_spawn (its agentId), yourself first, and which you may message with"
-    " sessions_send (its agentId): canSpawn and canMessage, and messageOnly for those you may not start."
+    "List the agents that you may start with sessions_spawn (as agentId), yourself first; canMessage shows which of them"
+    " you may also message with sessions_send. messageOnly lists agents that you may message but not start."
 )
 
 
 class AgentsListArguments(ToolArguments, frozen=True):
-    """None."""
+    """No arguments."""
 
 
 def agents_list(operations: Operations) -> Tool:

@@ -19,14 +19,14 @@ from antiphon.tools._adapter import ToolArguments, build_tool
 from antiphon.tools._session_row import build_tool_session_row
 
 TOOL_DESCRIPTION = (
-    "Show how a session is right now: its state, model, what runs or waits in it, its tokens and cost. "
-    "Without sessionKey it is the session you are in."
+    "Show the current status of a session: its state, model, active and queued runs, tokens and cost. "
+    "Default: the session you are in."
 )
 
 
 class StatusArguments(ToolArguments, frozen=True):
     session_key: (
-        Annotated[str, Meta(description="A key or sessionId from sessions_list; left out, this session.")]
+        Annotated[str, Meta(description="A key or sessionId from sessions_list. Default: this session.")]
         | None
     ) = None
 

@@ -31,7 +31,12 @@ class SendArguments(ToolArguments, frozen=True):
     session_key: Annotated[str, Meta(description="A key or sessionId from sessions_list.")] | None = None
     label: Annotated[str, Meta(description="The session's label, instead of sessionKey.")] | None = None
     agent_id: (
-        Annotated[str, Meta(description="With label: whose session it is. Alone: that agent's main session.")]
+        Annotated[
+            str,
+            Meta(
+                description="With label: the agent that owns the session. Alone: that agent's main session."
+            ),
+        ]
         | None
     ) = None
     timeout_seconds: Annotated[

@@ -1,4 +1,4 @@
-"""The tool `sessions_spawn`: starts a sub-agent with a session of its own, which reports back by itself."""
+"""The tool `sessions_spawn`: starts a sub-agent in its own session, which reports back automatically."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from antiphon.operations.types import RequestOrigin, SpawnRequest, SpawnResult
 from antiphon.tools._adapter import ToolArguments, build_tool
 
 TOOL_DESCRIPTION = (
-    "Start a sub-agent in a session of its own and go on at once. When it is done, its result is posted to this chat "
-    "and put into this conversation: do not poll for it. End your turn with sessions_yield to be woken when all of "
+    "Start a sub-agent in its own session and continue immediately. When it finishes, its result is posted to this chat "
+    "and added to this conversation: do not poll for it. End your turn with sessions_yield to be woken when all of "
     "your sub-agents have reported."
 )
-SPAWN_NOTE = "The result comes by itself. Do not poll; end your turn, or wait with sessions_yield."
+SPAWN_NOTE = "The result arrives automatically. Do not poll; end your turn, or wait with sessions_yield."
 
 
 class AttachAs(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
@@ -27,43 +27,49 @@ class AttachAs(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid
 
 
 class SpawnArguments(ToolArguments, frozen=True):
-    """What a sub-agent is asked for with, here and on the wire (`sessions.spawn`)."""
+    """Arguments of a spawn request, for the tool and for the method `sessions.spawn`."""
 
     task: Annotated[
-        str, Meta(min_length=1, description="All that the sub-agent is told: it sees nothing of this chat.")
+        str, Meta(min_length=1, description="The complete task: the sub-agent sees nothing of this chat.")
     ]
-    label: Annotated[str, Meta(description="A short name, for people and for subagents.")] | None = None
-    agent_id: Annotated[str, Meta(description="Which agent; left out, this one.")] | None = None
+    label: Annotated[str, Meta(description="A short name, for people and for the tool subagents.")] | None = (
+        None
+    )
+    agent_id: Annotated[str, Meta(description="The agent to run. Default: this one.")] | None = None
     model: Annotated[str, Meta(description="provider/model, instead of the agent's own.")] | None = None
-    thinking: Annotated[ThinkingLevel, Meta(description="How much it is to think.")] | None = None
+    thinking: Annotated[ThinkingLevel, Meta(description="Thinking level.")] | None = None
     run_timeout_seconds: (
-        Annotated[float, Meta(ge=0, description="Stop it after so many seconds; 0 is never.")] | None
+        Annotated[float, Meta(ge=0, description="Stop it after this many seconds; 0 = never.")] | None
     ) = None
     thread: Annotated[
-        bool, Meta(description="Bind it to a thread of this chat, where the channel has them.")
+        bool, Meta(description="Bind it to a thread of this chat, if the channel has threads.")
     ] = False
     mode: (
-        Annotated[Literal["run", "session"], Meta(description="'session' stays for more and needs a thread.")]
+        Annotated[
+            Literal["run", "session"],
+            Meta(description="'session' stays open for more messages and needs a thread."),
+        ]
         | None
     ) = None
     cleanup: Annotated[
         Literal["delete", "keep"], Meta(description="Whether its transcript is deleted after the report.")
     ] = "keep"
     sandbox: Annotated[
-        Literal["inherit", "require"], Meta(description="'require' refuses a child outside of a sandbox.")
+        Literal["inherit", "require"], Meta(description="'require' refuses a sub-agent without a sandbox.")
     ] = "inherit"
     attachments: Annotated[
         list[SpawnAttachment], Meta(max_length=1000, description="Files for its workspace.")
     ] = msgspec.field(default_factory=list[SpawnAttachment])
-    attach_as: Annotated[AttachAs, Meta(description="A hint where the files should appear.")] | None = None
-    runtime: Annotated[Literal["subagent", "acp"], Meta(description="What runs it.")] = "subagent"
+    attach_as: Annotated[AttachAs, Meta(description="A hint for where the files should appear.")] | None = (
+        None
+    )
+    runtime: Annotated[Literal["subagent", "acp"], Meta(description="What executes it.")] = "subagent"
     idempotency_key: (
-        Annotated[str, Meta(description="The same key is the same sub-agent, however often it is asked for.")]
-        | None
+        Annotated[str, Meta(description="Repeated calls with the same key start one sub-agent.")] | None
     ) = None
     announce: Annotated[
         Literal["channel", "parent", "none"],
-        Meta(description="Who hears of the result: this chat, only you (which wakes you), or nobody."),
+        Meta(description="Who receives the result: this chat, only you (which wakes you), or no one."),
     ] = "channel"
 
     @property

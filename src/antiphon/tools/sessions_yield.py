@@ -12,14 +12,14 @@ from antiphon.operations.types import RequestOrigin
 from antiphon.tools._adapter import ToolArguments, build_tool
 
 TOOL_DESCRIPTION = (
-    "End your turn now and be woken when your sub-agents have reported: all of them, or any one. Their reports are in "
-    "this conversation then."
+    "End your turn now and be woken when your sub-agents have reported: all of them, or any one. Their reports are "
+    "then in this conversation."
 )
 
 
 class YieldArguments(ToolArguments, frozen=True):
     wait_for: Annotated[Literal["all", "any"], Meta(description="When to be woken.")] = "all"
-    message: Annotated[str, Meta(max_length=4000, description="What to say meanwhile.")] | None = None
+    message: Annotated[str, Meta(max_length=4000, description="Message to show meanwhile.")] | None = None
 
 
 def sessions_yield(operations: Operations) -> Tool:

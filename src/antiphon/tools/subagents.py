@@ -18,8 +18,8 @@ from antiphon.tools._adapter import ToolArguments, build_tool
 from antiphon.tools._bounds import MAX_LIST_RESULT_BYTES
 
 TOOL_DESCRIPTION = (
-    "See the sub-agents you have started ('list'), stop one or all of them ('kill'), or tell one to do something "
-    "else ('steer': it drops what it was doing)."
+    "List the sub-agents you have started ('list'), stop one or all of them ('kill'), or redirect one ('steer': it "
+    "drops what it was doing)."
 )
 
 _LIST_OVERHEAD_BYTES = 300  # of a list without its rows
@@ -31,12 +31,12 @@ class SubagentsArguments(ToolArguments, frozen=True):
         Annotated[
             str,
             Meta(
-                description="Which one: its label, key, runId, number in the list, 'last', or for kill 'all'."
+                description="The sub-agent: its label, key, runId, number in the list, 'last', or for kill 'all'."
             ),
         ]
         | None
     ) = None
-    message: Annotated[str, Meta(max_length=4000, description="For steer: what it is to do now.")] | None = (
+    message: Annotated[str, Meta(max_length=4000, description="For steer: what it should do now.")] | None = (
         None
     )
     recent_minutes: Annotated[

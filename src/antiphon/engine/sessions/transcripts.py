@@ -151,43 +151,43 @@ async def _read_page(tx: Tx, query: Query, transcript: int, seq: int, limit: int
     found: list[Entry] = []
     size = 0
     while True:
-        wanted = min(ROWS_PER_FETCH, limit + 1 - len(found))  # one more, to know whether the page is the last
-        rows = await tx.all(query, transcript=transcript, seq=seq, limit=wanted)
+        count = min(ROWS_PER_FETCH, limit + 1 - len(found))  # one more, to know whether the page is the last
+        rows = await tx.all(query, transcript=transcript, seq=seq, limit=count)
         for row in rows:
             entry = Entry(*row)
             size += _count_bytes(entry.body)
             if found and (size > MAX_PAGE_BYTES or len(found) == limit):
                 return Page(found, found[-1].seq)
             found.append(entry)
-        if len(rows) < wanted:
+        if len(rows) < count:
             return Page(found, None)
         seq = found[-1].seq
 
 
-async def read_filtered_page(tx: Tx, transcript: int, wanted: HistoryFilter, limit: int) -> Page:
-    """Return a page of the entries that match `wanted`. It may be empty and not the last, as the scan is bounded."""
+async def read_filtered_page(tx: Tx, transcript: int, filter: HistoryFilter, limit: int) -> Page:
+    """Return a page of the entries that match `filter`. It may be empty and not the last, as the scan is bounded."""
     end = await load_last_seq(tx, transcript)
-    if wanted.after is not None:
-        edge = min(wanted.after + MAX_ENTRIES_SCANNED, end)
+    if filter.after is not None:
+        edge = min(filter.after + MAX_ENTRIES_SCANNED, end)
         page = await _read_filtered_range(
-            tx, SQL.page_after_filtered, transcript, wanted, wanted.after, edge, limit
+            tx, SQL.page_after_filtered, transcript, filter, filter.after, edge, limit
         )
         return page if page.has_more or edge >= end else Page(page.entries, edge)
-    seq = end + 1 if wanted.before is None else min(wanted.before, end + 1)
+    seq = end + 1 if filter.before is None else min(filter.before, end + 1)
     edge = max(seq - MAX_ENTRIES_SCANNED, 1)
-    page = await _read_filtered_range(tx, SQL.page_before_filtered, transcript, wanted, seq, edge, limit)
+    page = await _read_filtered_range(tx, SQL.page_before_filtered, transcript, filter, seq, edge, limit)
     page.entries.reverse()
     return page if page.has_more or edge == 1 else Page(page.entries, edge)
 
 
 async def _read_filtered_range(
-    tx: Tx, query: Query, transcript: int, wanted: HistoryFilter, start: int, edge: int, limit: int
+    tx: Tx, query: Query, transcript: int, filter: HistoryFilter, start: int, edge: int, limit: int
 ) -> Page:
     """Read matching entries from `start` to `edge`, in the order of the query. All scanned bytes are counted."""
     narrowing = {
-        "hidden": "toolResult" if wanted.hides_results else "",
-        "roles": None if wanted.roles is None else msgspec.json.encode(wanted.roles).decode(),
-        "since": -AFTER_LAST_SEQ if wanted.since is None else wanted.since,
+        "hidden": "toolResult" if filter.hides_results else "",
+        "roles": None if filter.roles is None else msgspec.json.encode(filter.roles).decode(),
+        "since": -AFTER_LAST_SEQ if filter.since is None else filter.since,
     }
     found: list[Entry] = []
     seq, size = start, 0
@@ -199,19 +199,19 @@ async def _read_filtered_range(
             size += _count_bytes(entry.body)
             if seq != start and (size > MAX_PAGE_BYTES or len(found) == limit):
                 return Page(found, seq)
-            if _matches_filter(entry, wanted):
+            if _matches_filter(entry, filter):
                 found.append(entry)
             seq = entry.seq
     return Page(found, None)
 
 
-def _matches_filter(entry: Entry, wanted: HistoryFilter) -> bool:
+def _matches_filter(entry: Entry, filter: HistoryFilter) -> bool:
     """Whether an entry passes the filters that need its body."""
-    if wanted.without_internal and entry.is_internal:
+    if filter.without_internal and entry.is_internal:
         return False
-    if wanted.errors and not is_failed_entry(entry.role, entry.body):
+    if filter.errors and not is_failed_entry(entry.role, entry.body):
         return False
-    return wanted.tool is None or is_tool_entry(wanted.tool, entry.role, entry.body)
+    return filter.tool is None or is_tool_entry(filter.tool, entry.role, entry.body)
 
 
 def _count_bytes(body: str) -> int:
