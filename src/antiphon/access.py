@@ -60,7 +60,7 @@ _SETTING_FOR: dict[Action, str] = {
 
 
 class VisibilityCap(NamedTuple):
-    """The maximum reach of a caller, even if its agent is granted more: a spawned session stays within its parent's reach."""
+    """The maximum reach of a caller, whose agent may be granted more: a spawned session is bound by its parent's."""
 
     read: Visibility
     send: Visibility

@@ -490,7 +490,7 @@ def test_an_import_beside_a_conversation_says_what_became_of_its_settings(
     done = program.run("sessions", "import", str(folder))
     assert done.code == 0
     [said] = [line for line in done.out.splitlines() if "agent:main:main" in line]
-    assert "taken over: odd\ufffd , sendPolicy; left behind: totalTokens" in said
+    assert "imported: odd\ufffd , sendPolicy; not imported: totalTokens" in said
     program.run("sessions", "restore", "theirs")
     program.run("sessions", "export", "--all", "--out", str(tmp_path / "out"))
     index = json.loads((tmp_path / "out" / "sessions.json").read_text())
@@ -536,7 +536,7 @@ def test_what_is_no_session_does_not_make_an_import_fail(program: Program, tmp_p
     folder.joinpath("sessions.json").write_text('{"Unknown": {"sessionId": "x"}, "main": {"sessionId": "y"}}')
     done = program.run("sessions", "import", str(folder))
     assert done.code == 0
-    assert "1 entries are called 'unknown'" in done.out
+    assert "1 entries named 'unknown'" in done.out
     assert program.run("sessions", "list", "--json").json["count"] == 1
 
 

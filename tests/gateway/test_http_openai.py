@@ -313,7 +313,7 @@ async def test_a_run_that_fails_is_an_error_that_is_not_tried_again(tmp_path: Pa
             stream = await client.chat.completions.create(
                 model="antiphon", messages=[user("fail today")], stream=True
             )
-            with pytest.raises(openai.APIError, match="failed as it was told to"):
+            with pytest.raises(openai.APIError, match="failed as instructed"):
                 _ = [chunk async for chunk in stream]
         assert (await http_gateway.app.operations.sessions.list(OPERATOR, ListFilter())).count == 3
 
@@ -487,7 +487,7 @@ async def test_a_streamed_response_that_fails_says_so(tmp_path: Path) -> None:
         last = events[-1]
         assert last.type == "response.failed"
         assert last.response.error is not None
-        assert "failed as it was told to" in last.response.error.message
+        assert "failed as instructed" in last.response.error.message
 
 
 async def test_what_is_said_before_a_tool_is_told_and_set_apart(tmp_path: Path) -> None:

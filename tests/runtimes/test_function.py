@@ -158,9 +158,9 @@ async def test_answers_that_are_none() -> None:
     def synchronous(prompt: Prompt) -> Any:
         return "not awaited"
 
-    with pytest.raises(ProviderError, match=r"answered with 'int'.*Fix the function"):
+    with pytest.raises(ProviderError, match=r"returned 'int'.*Fix the function"):
         await FunctionRuntime(number).step(PROMPT, Pieces())
-    with pytest.raises(ProviderError, match="instead of something to await"):
+    with pytest.raises(ProviderError, match="instead of an awaitable"):
         await FunctionRuntime(synchronous).step(PROMPT, Pieces())
 
 
@@ -183,11 +183,11 @@ def test_load() -> None:
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("no-colon", "is not of the form"),
-        (":echo", "is not of the form"),
+        ("no-colon", "does not have the form"),
+        (":echo", "does not have the form"),
         ("absent_module:echo", "'absent_module', which cannot be found"),
         ("json.absent:echo", "'json.absent', which cannot be found"),
-        ("json:absent", "no 'absent' in 'json'"),
+        ("json:absent", "names 'absent', which 'json' does not have"),
         (f"{__name__}:NOT_CALLABLE", "is a 'int', not a function"),
         ("needs_absent:run", "imports 'absent_library', which is not installed"),
         ("breaks:run", "could not be imported (ZeroDivisionError"),

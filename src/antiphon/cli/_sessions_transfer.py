@@ -57,7 +57,7 @@ async def _export(settings: Settings, keys: Sequence[str], out: Path | None) -> 
 
 @click.command("import")
 @click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--agent", metavar="ID", help="Import only this agent; also the agent of keys that name none.")
+@click.option("--agent", metavar="ID", help="Import only this agent; also used for keys without an agent.")
 @click.option("--dry-run", is_flag=True, help="Only print what would be imported.")
 @common_options
 @click.pass_obj
@@ -95,15 +95,15 @@ async def _import(settings: Settings, directory: Path, agent: str | None, *, dry
 def _print_import(done: ImportReport) -> None:
     verb = "Would import" if done.dry_run else "Imported"
     click.echo(
-        f"{verb} {done.imported} sessions with {done.messages} messages; {done.skipped} were here already."
+        f"{verb} {done.imported} sessions with {done.messages} messages; {done.skipped} already existed."
     )
     notes = {
         "had a key that is in use: readable by their session id": done.beside,
         "had a label that is in use: imported without it": done.left_out_labels,
-        "entries are called 'unknown' and were passed over: they are no sessions": done.passed_over,
+        "entries named 'unknown' were skipped: they are not sessions": done.passed_over,
         "had no transcript": done.missing_transcripts,
         "lines were damaged and left out": done.damaged_lines,
-        "entries were no part of a conversation and left out": done.left_out_entries,
+        "entries did not belong to a conversation and were left out": done.left_out_entries,
         "archived files were ignored": done.archived_files,
         "transcripts are not in sessions.json and were ignored": done.unlisted_files,
     }
@@ -116,7 +116,9 @@ def _print_import(done: ImportReport) -> None:
         click.echo(f"  … and {len(done.merged) - 20} more; --json lists them.")
     if done.unknown_agents:
         names = _output.clean_line(", ".join(done.unknown_agents[:20]))
-        click.echo(f"  Not configured here: {names}. Add them to agents.list before speaking to them.")
+        click.echo(
+            f"  Not configured here: {names}. Add them to agents.list before you send messages to them."
+        )
     for failure in done.failed[:20]:
         click.echo(
             f"  {_output.red('failed')} {_output.clean_text(failure.key)}: {_output.clean_text(failure.reason)}"
@@ -130,7 +132,7 @@ def _print_merged(merged: MergedSession) -> None:
         _output.clip_text(_output.clean_line(", ".join(names)) or "nothing", 400)
         for names in (merged.taken_over, merged.left_behind)
     )
-    click.echo(f"  {_output.clean_line(merged.key)} is in use; taken over: {taken}; left behind: {left}")
+    click.echo(f"  {_output.clean_line(merged.key)} is in use; imported: {taken}; not imported: {left}")
 
 
 TRANSFER_COMMANDS = (export_sessions, import_sessions)

@@ -1,7 +1,7 @@
 """Answers a step with a Python function, for agents written as code and for tests.
 
 The function takes the prompt and returns a text or a whole `AssistantMessage`, or, as an async generator, yields
-pieces of text. It may keep any state it likes.
+pieces of text. It may keep state of any kind.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from antiphon.runtimes.text import sanitize_answer
 log = logging.getLogger(__name__)
 
 _CONTRACT_HINT = (
-    "Fix the function: it takes a prompt and answers with a text, an Assistant, or pieces of text."
+    "Fix the function: it takes a prompt and returns text or an AssistantMessage, or yields pieces of text."
 )
 _LIBRARY_PATHS = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -66,20 +66,20 @@ class FunctionRuntime:
         """Does nothing: a function holds no resources."""
 
     async def _call_function(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
-        given: Any = self._fn(prompt)
-        if isinstance(given, AsyncGenerator):
+        returned: Any = self._fn(prompt)
+        if isinstance(returned, AsyncGenerator):
             return self._build_text_answer(
-                await _collect_pieces(cast(AsyncGenerator[str, None], given), deltas)
+                await _collect_pieces(cast(AsyncGenerator[str, None], returned), deltas)
             )
-        if not isinstance(given, Awaitable):
-            raise self._build_error(f"gave back {type(given).__name__!r} instead of something to await")
-        answer = await cast(Awaitable[object], given)
+        if not isinstance(returned, Awaitable):
+            raise self._build_error(f"returned {type(returned).__name__!r} instead of an awaitable")
+        answer = await cast(Awaitable[object], returned)
         if isinstance(answer, AssistantMessage):
             answer = self._complete_answer(answer)
             deltas.text(answer.text)
             return answer
         if not isinstance(answer, str):
-            raise self._build_error(f"answered with {type(answer).__name__!r} instead of a text")
+            raise self._build_error(f"returned {type(answer).__name__!r} instead of text")
         deltas.text(answer)
         return self._build_text_answer(answer)
 
@@ -151,7 +151,7 @@ def load_function(target: str) -> AgentFunction:
     module, colon, name = target.partition(":")
     if not (module and colon and name):
         raise _build_unusable_error(
-            target, "is not of the form 'package.module:callable'", "Write it in that form."
+            target, "does not have the form 'package.module:callable'", "Use that form."
         )
     try:
         found: Any = attrgetter(name)(importlib.import_module(module))
@@ -165,7 +165,7 @@ def load_function(target: str) -> AgentFunction:
         ) from error
     except AttributeError as error:
         raise _build_unusable_error(
-            target, f"finds no {name!r} in {module!r}", "Check the name after the colon."
+            target, f"names {name!r}, which {module!r} does not have", "Check the name after the colon."
         ) from error
     except (Exception, *PROCESS_ENDING_ERRORS) as error:
         raise _build_unusable_error(

@@ -159,7 +159,7 @@ class HttpReader(ABC):
             return None
         if encoding not in ("gzip", "x-gzip", "deflate"):
             raise build_provider_error(
-                self._spec, "brokenOff", reason="its answer has an encoding that was not asked for"
+                self._spec, "brokenOff", reason="its answer has an unsupported encoding"
             )
         inflate = zlib.decompressobj(zlib.MAX_WBITS | 32)
         return lambda data: _inflate_pieces(inflate, data)
@@ -201,7 +201,7 @@ class AnswerMeter:
         try:
             await self._limit.__aexit__(kind, error, trace)
         except TimeoutError:
-            waited = f"nothing of it came for {self._max_idle_seconds:g} seconds"
+            waited = f"no content for {self._max_idle_seconds:g} seconds"
             raise build_provider_error(self._spec, "stalled", reason=waited) from None
 
     def add(self, piece: str) -> None:
@@ -285,7 +285,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
             seen += len(piece)
             if seen > max(MIN_WIRE_BYTES, WIRE_FACTOR * max_bytes):
                 raise build_provider_error(
-                    self._spec, "tooLong", reason=f"{seen} bytes with what is around it"
+                    self._spec, "tooLong", reason=f"{seen} bytes including its framing"
                 )
             if not held and len(piece) <= PIECE_BYTES and piece.endswith(b"\n\n"):
                 yield piece
@@ -297,9 +297,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
                 del held[:end]
                 await asyncio.sleep(0)
             if len(held) > max(MIN_EVENT_BYTES, EVENT_FACTOR * max_bytes):
-                raise build_provider_error(
-                    self._spec, "tooLong", reason=f"one event of it has {len(held)} bytes"
-                )
+                raise build_provider_error(self._spec, "tooLong", reason=f"one event has {len(held)} bytes")
         if held:
             self._check_lines(held, 0, len(held))
             yield bytes(held)
@@ -334,7 +332,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
                     yield part
         except zlib.error:
             raise build_provider_error(
-                self._spec, "brokenOff", reason="its answer cannot be decompressed"
+                self._spec, "brokenOff", reason="its answer could not be decompressed"
             ) from None
 
 

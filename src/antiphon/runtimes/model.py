@@ -214,31 +214,34 @@ _ERROR_CLASSES: dict[FailureKind, type[ProviderError]] = {
 }
 _SENTENCES_BY_KIND: dict[FailureKind, tuple[str, str]] = {
     "overflow": (
-        "says the conversation is longer than the context window of {model!r}",
+        "reports that the conversation exceeds the context window of {model!r}",
         "Compact the session or choose a model with a larger window.",
     ),
     "credentials": ("refused the credentials for {model!r}", "Check models.providers.{provider}.apiKey."),
     "unknownModel": (
         "does not know the model {model!r}",
-        "Choose one it offers, or check models.providers.{provider}.baseUrl.",
+        "Choose one that it offers, or check models.providers.{provider}.baseUrl.",
     ),
     "quota": ("has no credit left for {model!r}", "Top up the account or choose another model."),
-    "rateLimit": ("is limiting the requests to {model!r}", "Try again later, or let fewer runs go at once."),
+    "rateLimit": (
+        "is limiting the requests to {model!r}",
+        "Try again later, or reduce agents.defaults.maxConcurrent.",
+    ),
     "busy": ("could not answer for {model!r}", "Try again later."),
     "rejected": (
         "rejected the request to {model!r}",
-        "Check the model's settings: the same request will be rejected again.",
+        "Check the model's settings; repeating the request does not help.",
     ),
-    "unreachable": ("cannot be reached for {model!r}", "Is the server at {url} running?"),
+    "unreachable": ("cannot be reached for {model!r}", "Check that the server at {url} is running."),
     "silent": ("stopped sending while answering for {model!r}", "Try again, or check the server at {url}."),
     "brokenOff": ("broke off the answer of {model!r}", "Try again later."),
-    "withheld": ("withheld the answer of {model!r}", "Word the message differently or choose another model."),
+    "withheld": ("withheld the answer of {model!r}", "Rephrase the message or choose another model."),
     "stalled": (
         "keeps the connection open without answering for {model!r}",
         "Try again, or check the server at {url}.",
     ),
     "tooLong": (
-        "sent a longer answer of {model!r} than may be kept",
+        "sent an answer of {model!r} that is too long to store",
         "Ask for less at once, or raise store.messageMaxBytes.",
     ),
     "tooManyCalls": ("sent an answer of {model!r} with too many tool calls", "Ask for less at once."),

@@ -73,7 +73,7 @@ class RuntimeRegistry:
             return self._by_model[ref]
 
     def preload_libraries(self) -> None:
-        """Import the provider libraries of the configured models in a thread of its own.
+        """Import the provider libraries of the configured models in a separate thread.
 
         Their first import takes seconds, which would count against the time of the first run. Plain chat completions
         need none of them. No secret is read and no connection opened.
@@ -97,7 +97,7 @@ class RuntimeRegistry:
         if found.provider_name == REHEARSAL_PROVIDER:
             return RehearsalRuntime(clock=self._clock)
 
-        def give_up(runtime: Runtime) -> None:
+        def discard(runtime: Runtime) -> None:
             if self._by_model.get(ref) is runtime:
                 del self._by_model[ref]
 
@@ -105,7 +105,7 @@ class RuntimeRegistry:
         slots = self._slots.setdefault(
             found.provider_name, asyncio.Semaphore(self._config.agents.defaults.max_concurrent)
         )
-        return _CredentialedRuntime(spec, give_up, slots=slots, clock=self._clock)
+        return _CredentialedRuntime(spec, discard, slots=slots, clock=self._clock)
 
 
 class _CredentialedRuntime(ModelRuntime):
@@ -119,14 +119,14 @@ class _CredentialedRuntime(ModelRuntime):
     def __init__(
         self,
         spec: ModelSpec,
-        give_up: Callable[[Runtime], None],
+        discard: Callable[[Runtime], None],
         *,
         slots: asyncio.Semaphore,
         clock: Clock | None,
     ) -> None:
         super().__init__(spec, slots=slots, clock=clock)
-        self._give_up = give_up
-        self._given_up = False
+        self._discard = discard
+        self._discarded = False
         self._steps = 0
 
     async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
@@ -134,12 +134,12 @@ class _CredentialedRuntime(ModelRuntime):
         try:
             return await super().step(prompt, deltas)
         except CredentialsRefused:
-            self._given_up = True
-            self._give_up(self)
+            self._discarded = True
+            self._discard(self)
             raise
         finally:
             self._steps -= 1
-            if self._given_up and not self._steps:
+            if self._discarded and not self._steps:
                 await self._close_reader()
 
     async def _close_reader(self) -> None:

@@ -271,9 +271,9 @@ def _format_last_results(script: _Script, results: Sequence[ToolResult]) -> str:
 
 def _build_failure(text: str) -> ProviderError:
     return ProviderError(
-        "Provider 'rehearsal' failed as it was told to.",
+        "Provider 'rehearsal' failed as instructed.",
         # In the hint, not in the message: messages are logged, and this text is private.
-        f"Leave the line `fail {text}` out to let it answer.",
+        f"Remove the line `fail {text}` to get an answer.",
         status=None,
         provider="rehearsal",
         model="rehearsal",

@@ -1,6 +1,6 @@
-"""Text to and from models: what is sent where the transcript has none, and answers made storable.
+"""Text to and from models: what is sent where the transcript has no text, and sanitizing of answers for storage.
 
-All readers share the former, so a conversation reads the same to a model whatever its API. Stored answers have no
+All readers share the former, so a conversation reads the same to a model on every API. Stored answers have no
 lone surrogates: software that cuts text in UTF-16 can split a pair, and sends one half now and the other in the next
 piece, or never. Their token counts fit a column.
 """

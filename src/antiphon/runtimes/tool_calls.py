@@ -19,7 +19,7 @@ from antiphon.runtimes.model import INVALID_ARGUMENTS_KEY, Api
 
 MAX_TOOL_CALLS_PER_ANSWER = 128
 MAX_KEPT_TOOL_CALLS = MAX_TOOL_CALLS_PER_ANSWER + 1
-"""One more than are run: the result of the extra one tells the model that it requested too many."""
+"""One more than are run: the result of the extra one informs the model that it requested too many."""
 MAX_TOOL_NAME_CHARACTERS = 128
 MAX_ARGUMENT_LEVELS = 64
 """Maximum nesting depth of arguments, since they are read and written recursively."""

@@ -8,8 +8,8 @@ from antiphon.operations.types import AgentsView
 from antiphon.tools._adapter import ToolArguments, build_tool
 
 TOOL_DESCRIPTION = (
-    "List the agents that you may start with sessions_spawn (as agentId), yourself first; canMessage shows which of them"
-    " you may also message with sessions_send. messageOnly lists agents that you may message but not start."
+    "List the agents that you may start with sessions_spawn (as agentId), yourself first; canMessage shows which of"
+    " them you may also message with sessions_send. messageOnly lists agents that you may message but not start."
 )
 
 

@@ -15,9 +15,9 @@ from antiphon.operations.types import RequestOrigin, SpawnRequest, SpawnResult
 from antiphon.tools._adapter import ToolArguments, build_tool
 
 TOOL_DESCRIPTION = (
-    "Start a sub-agent in its own session and continue immediately. When it finishes, its result is posted to this chat "
-    "and added to this conversation: do not poll for it. End your turn with sessions_yield to be woken when all of "
-    "your sub-agents have reported."
+    "Start a sub-agent in its own session and continue immediately. When it finishes, its result is posted to this "
+    "chat and added to this conversation: do not poll for it. End your turn with sessions_yield to be woken when all "
+    "of your sub-agents have reported."
 )
 SPAWN_NOTE = "The result arrives automatically. Do not poll; end your turn, or wait with sessions_yield."
 

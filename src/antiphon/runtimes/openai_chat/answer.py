@@ -121,7 +121,7 @@ def _decode_split_chunk(data: bytes) -> CompletionChunk:
     try:
         return msgspec.convert(json.loads(data), CompletionChunk)
     except (ValueError, RecursionError):
-        raise UnreadableStream("a piece of the stream cannot be read") from None
+        raise UnreadableStream("a piece of the stream could not be read") from None
 
 
 class _AnswerPart(msgspec.Struct, eq=False):

@@ -90,12 +90,12 @@ class CompletionsReader(HttpReader):
     async def _read_stream(self, response: httpx2.Response, answer: CompletionAnswer) -> None:
         events = EventStreamParser()
         try:
-            async with asyncio.timeout(None) as goodbye, aclosing(iterate_body(response)) as pieces:
+            async with asyncio.timeout(None) as end_timeout, aclosing(iterate_body(response)) as pieces:
                 async for piece in pieces:
                     for data in events.feed(piece):
                         if data.startswith(b"[DONE]"):
                             answer.ended = True
-                            goodbye.reschedule(asyncio.get_running_loop().time() + STREAM_END_SECONDS)
+                            end_timeout.reschedule(asyncio.get_running_loop().time() + STREAM_END_SECONDS)
                         elif not answer.ended:
                             self._add_event(data, answer)
         except (httpx2.HTTPError, TimeoutError):

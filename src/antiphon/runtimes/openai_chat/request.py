@@ -97,11 +97,11 @@ def _encode_tool(tool: ToolSpec) -> _Json:
 
 def _encode_conversation(messages: Iterable[Message], provider: str) -> list[_Json]:
     """Messages that strict providers accept: the user comes first and last, turns alternate, no text is blank."""
-    told = (
+    sendable = (
         message for message in messages if not isinstance(message, AssistantMessage) or _has_spoken(message)
     )
     sent: list[_Json] = []
-    for answered, group in groupby(told, key=lambda message: isinstance(message, AssistantMessage)):
+    for answered, group in groupby(sendable, key=lambda message: isinstance(message, AssistantMessage)):
         turn = list(group)
         if answered:
             sent.append(_encode_answers(cast(list[AssistantMessage], turn), provider))

@@ -76,7 +76,7 @@ class PydanticReader(HttpReader):
                     _count_event(event, meter)
                     _forward_event(event, deltas)
                 response = stream.get()
-        except Exception as error:  # noqa: BLE001 - whatever a library makes of what it was sent
+        except Exception as error:  # noqa: BLE001 - a library may raise anything for an invalid response
             # The cause is left out: it would carry the provider's request and its headers into tracebacks.
             raise _find_own_error(error) or self._translate_error(error) from None
         response = self._check_response(response, deltas)
@@ -151,7 +151,7 @@ class PydanticReader(HttpReader):
                 return build_provider_error(spec, "rejected", reason=error.message)
             case _:
                 lost = isinstance(error, httpx2.TransportError)
-                reason = "the connection failed" if lost else f"it cannot be read: {type(error).__name__}"
+                reason = "the connection failed" if lost else f"it could not be read: {type(error).__name__}"
                 return build_provider_error(spec, "brokenOff", reason=reason)
 
 
@@ -173,8 +173,8 @@ def _build_sampling(spec: ModelSpec, chosen: Sampling) -> dict[str, Any]:
     }
     if refused := sorted(_UNSUPPORTED_SETTINGS[spec.api] & given.keys()):
         raise InvalidInput(
-            f"The model {spec.model!r} cannot honour {', '.join(map(repr, refused))} ({spec.api} has no such field).",
-            "Leave it out, or choose a model of another API.",
+            f"Model {spec.model!r} does not support {', '.join(map(repr, refused))} ({spec.api} has no such field).",
+            "Remove it, or choose a model of another API.",
             field=refused[0],
         )
     if "stop" in given:
@@ -186,11 +186,12 @@ def _build_sampling(spec: ModelSpec, chosen: Sampling) -> dict[str, Any]:
     return given
 
 
-def _build_response_format(spec: ModelSpec, wanted: dict[str, Any]) -> dict[str, Any]:
+def _build_response_format(spec: ModelSpec, response_format: dict[str, Any]) -> dict[str, Any]:
     """The response format field of the API; the Responses API has the schema beside its type, not below it."""
     if spec.api == "openai-completions":
-        return {"response_format": wanted}
-    return {"text": {"format": {"type": wanted["type"], **(wanted.get("json_schema") or {})}}}
+        return {"response_format": response_format}
+    schema = response_format.get("json_schema") or {}
+    return {"text": {"format": {"type": response_format["type"], **schema}}}
 
 
 _KIND_BY_ERROR: dict[type[Exception] | None, FailureKind] = {
