@@ -56,7 +56,7 @@ class InvalidKey(InvalidInput):
 
 
 class TooLarge(InvalidInput):
-    """The input is over a documented cap (`data['bytes']`, `data['max']`)."""
+    """The input exceeds a documented limit (`data['bytes']`, `data['max']`)."""
 
     code = "too_large"
     http = 413

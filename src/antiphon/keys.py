@@ -130,7 +130,7 @@ class SessionKey(msgspec.Struct, frozen=True):
         if any((self.agent_id, self.id, self.channel, self.account, self.thread)):
             raise InvalidKey(
                 "The key of the session that all agents share has no agent, id or thread.",
-                "Use keys.GLOBAL as it is.",
+                "Use keys.GLOBAL_KEY unchanged.",
             )
 
     def __str__(self) -> str:

@@ -55,7 +55,7 @@ def test_one_session_sends_to_another(desk: Program) -> None:
     late = desk.run("send", HELPER, "slow 30 a b", "--from", "main", "--reply-back", "0", "--wait", "0.2")
     assert (late.code, late.out) == (1, "")
     assert late.err.startswith("Accepted: run ")
-    assert "The message was delivered and has been worked on" in late.err
+    assert "The message was delivered and has been running" in late.err
     assert f"antiphon sessions history {HELPER}" in late.err
 
 
@@ -115,7 +115,7 @@ def test_a_report_that_is_late(program: Program) -> None:
         late = program.run("spawn", "slow 30 a b c", "--label", "calc", "--wait", "0.3")
         assert (late.code, late.out) == (1, "")
         assert "calc is at work" in late.err
-        assert "the sub-agent goes on" in late.err
+        assert "the sub-agent continues" in late.err
 
 
 @pytest.mark.requirement("P2", "P9")
@@ -164,7 +164,7 @@ def test_who_stops_waiting_hears_what_becomes_of_it(program: Program, command: l
         until_running(program, "k1")
         terminal.interrupt()
         assert terminal.ended() == 130
-        assert terminal.text.count("The work goes on. Look later: antiphon sessions history ") == 1
+        assert terminal.text.count("The work continues. Look later: antiphon sessions history ") == 1
 
 
 def until_running(program: Program, run_id: str) -> None:

@@ -165,7 +165,7 @@ def test_a_sent_message_is_one_run_however_often_it_is_sent(program: Program) ->
         assert (other.code, other.error["code"]) == (2, "conflict")
         late = program.run("send", "main", "slow 30 so many words", "--wait", "0.1")
         assert (late.code, late.out) == (1, "")
-        assert "the run goes on" in late.err
+        assert "the run continues" in late.err
 
 
 # --- which gateway, and who asks ---

@@ -149,7 +149,7 @@ def test_an_interval_that_is_too_short_says_which_option_and_what_would_do(progr
     done = program.run("cron", "add", "--name", "n", "--message", "x", "--every", "0s")
     assert done.code == 2
     assert "'--every'" in done.err
-    assert "the least is 1s" in done.err
+    assert "the minimum is 1s" in done.err
 
 
 # --- the rest ---

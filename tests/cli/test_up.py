@@ -44,7 +44,7 @@ def test_a_person_is_told_where_everything_is(program: Program) -> None:
         terminal.expect("No model provider is configured")
         terminal.expect("antiphon chat")
         terminal.interrupt()
-        terminal.expect("Stopping… runs in flight go on at the next start")
+        terminal.expect("Stopping… active runs continue at the next start")
         assert terminal.ended() == 0
         assert token(program) not in terminal.text
 

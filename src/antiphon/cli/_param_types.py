@@ -22,7 +22,7 @@ class FiniteNumberParam(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = click.FLOAT.convert(value, param, ctx)
         if not math.isfinite(number):
-            self.fail(f"{value!r} is no number of {self.name}; give one such as 90.", param, ctx)
+            self.fail(f"{value!r} is not a number of {self.name}; use for example 90.", param, ctx)
         return super().convert(number, param, ctx)
 
 
@@ -34,9 +34,9 @@ class IntervalParam(click.ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         length = _parse_milliseconds(value)
         if length is None:
-            self.fail(f"{value!r} is no interval; write one such as 90s, 10m, 6h or 1d.", param, ctx)
+            self.fail(f"{value!r} is not an interval; use for example 90s, 10m, 6h or 1d.", param, ctx)
         if length == 0:
-            self.fail(f"{value!r} is too short; the least is 1s.", param, ctx)
+            self.fail(f"{value!r} is too short; the minimum is 1s.", param, ctx)
         return length
 
 
@@ -55,7 +55,7 @@ class TimeParam(click.ParamType[int]):
             return max(0, int(datetime.fromisoformat(str(value).strip()).timestamp() * 1000))
         except (ValueError, OverflowError, OSError):
             self.fail(
-                f"{value!r} is no time; write one such as 2h, 2026-08-01 or 2026-08-01T09:00.", param, ctx
+                f"{value!r} is not a time; use for example 2h, 2026-08-01 or 2026-08-01T09:00.", param, ctx
             )
 
 

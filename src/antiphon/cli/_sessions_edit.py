@@ -78,7 +78,7 @@ def restore(settings: Settings, session_id: str) -> None:
         _output.print_json(session)
     else:
         click.echo(
-            f"{_output.clean_line(session.key)} goes on with conversation {_output.clean_line(session.session_id)}."
+            f"{_output.clean_line(session.key)} continues with conversation {_output.clean_line(session.session_id)}."
         )
 
 

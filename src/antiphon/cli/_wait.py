@@ -32,9 +32,10 @@ def explain_early_exit(session: str, *, hosted: bool, run_id: str | None = None)
     try:
         yield
     except asyncio.CancelledError:
-        on = "is carried on when Antiphon is started again" if hosted else "goes on"
+        continues = "continues when Antiphon is started again" if hosted else "continues"
         click.echo(
-            f"The work {on}. Look later: antiphon sessions history {_output.clean_line(session)}", err=True
+            f"The work {continues}. Look later: antiphon sessions history {_output.clean_line(session)}",
+            err=True,
         )
         raise
     except Unavailable as error:
@@ -92,9 +93,9 @@ async def wait_for_delivery(backend: Backend, delivery: DeliveryView) -> Deliver
 
 
 async def wait_for_task(
-    backend: Backend, session: str, run_id: str, seconds: float | None, tell: Callable[[TaskView], None]
+    backend: Backend, session: str, run_id: str, seconds: float | None, on_phase: Callable[[TaskView], None]
 ) -> TaskView | None:
-    """Wait until a task has settled or the time is over, and return it; `tell` is called for every phase.
+    """Wait until a task has settled or the time is over, and return it; `on_phase` is called for every phase.
 
     Returns None for a task that ended so long ago that it is no longer listed.
     """
@@ -107,7 +108,7 @@ async def wait_for_task(
             return None
         if task.phase != phase:
             phase = task.phase
-            tell(task)
+            on_phase(task)
         left = RUN_WAIT_SECONDS if until is None else until - loop.time()
         if phase == "settled" or left <= 0:
             return task

@@ -184,11 +184,11 @@ def print_timeout_notice(view: RunView, seconds: float) -> None:
     """Print that no answer came in time. The message was delivered and must not be sent again."""
     key = _output.clean_line(view.session_key)
     if view.state == "queued":
-        where = f"is number {view.position} in its line"
+        where = f"is number {view.position} in the queue"
     else:
-        where = f"has been worked on for {_output.format_duration(view.running_ms or 0)}"
+        where = f"has been running for {_output.format_duration(view.running_ms or 0)}"
     click.echo(
-        f"There is no answer after {seconds:g} s. The message was delivered and {where}; the run goes on. "
+        f"No answer after {seconds:g} s. The message was delivered and {where}; the run continues. "
         f"Look later: antiphon sessions history {key}",
         err=True,
     )

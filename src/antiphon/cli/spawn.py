@@ -56,7 +56,7 @@ class WaitSecondsParam(FiniteNumberParam):
             number = float(value)
         except ValueError:
             self.fail(
-                f"{value!r} is no number of seconds; write TASK before --wait, or --wait=60.", param, ctx
+                f"{value!r} is not a number of seconds; write TASK before --wait, or --wait=60.", param, ctx
             )
         return number if number == math.inf else super().convert(value, param, ctx)
 
@@ -239,7 +239,7 @@ def _print_outcome(settings: Settings, spawned: SpawnResult, ended: SubagentOutc
     elif ended.status is None:
         child = _output.clean_line(spawned.child_session_key)
         click.echo(
-            f"There is no report after {seconds:g} s; the sub-agent goes on. "
+            f"No report after {seconds:g} s; the sub-agent continues. "
             f"Look later: antiphon sessions history {child}",
             err=True,
         )

@@ -30,7 +30,7 @@ def _subagents_options(function: F) -> F:
         metavar="SESSION",
         default="main",
         show_default=True,
-        help="Session whose sub-agents are meant.",
+        help="Session that started the sub-agents.",
     )
     return requester_option(gateway_options(common_options(function)))
 

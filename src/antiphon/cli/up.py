@@ -72,14 +72,14 @@ async def _run_gateway(settings: Settings, loaded: LoadedConfig, slot: JoinSlot)
             await asyncio.wait({stop_requested, served.ended}, return_when=asyncio.FIRST_COMPLETED)
             stop_requested.cancel()
             if not stopping.is_set():
-                raise Unavailable("The gateway stopped by itself.", "See the log for the reason.")
+                raise Unavailable("The gateway stopped unexpectedly.", "See the log for the reason.")
             click.echo(_output.dim(f"Stopping… {_describe_unfinished_runs(loaded)}"), err=True)
 
 
 def _describe_unfinished_runs(loaded: LoadedConfig) -> str:
     if loaded.config.bus.url is not None:
-        return "runs in flight end soon, or others carry them on."
-    return "runs in flight go on at the next start."
+        return "active runs finish soon or continue on other replicas."
+    return "active runs continue at the next start."
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class RunOperations:
         return await self._context.store.read(self.load_view, caller, run_id)
 
     async def wait(self, caller: Caller, run_id: str, timeout: float) -> RunView:
-        """Wait until the run has ended or `timeout` seconds are over; `has_ended` tells which.
+        """Wait until the run has ended or `timeout` seconds are over; `has_ended` shows which.
 
         A wait holds nothing: it can be dropped and repeated from anywhere, before and after the end.
         """

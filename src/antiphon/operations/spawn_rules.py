@@ -272,7 +272,7 @@ class SpawnRules:
         if count >= most:
             raise _build_refusal(
                 "children",
-                f"This session already has {count} of at most {most} sub-agents at work.",
+                f"This session already has {count} of at most {most} active sub-agents.",
                 "Wait for one of them with sessions_yield, or stop one with subagents.",
             )
 

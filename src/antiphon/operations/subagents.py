@@ -64,7 +64,7 @@ class SubagentOperations:
         *,
         requester: str = "main",
     ) -> SpawnResult:
-        """Spawn a sub-agent with a session of its own, durable when this returns. It reports by itself.
+        """Spawn a sub-agent in its own session, durable when this returns. It reports automatically.
 
         An agent spawns for its own session; an operator for the session named by `requester`.
         """
@@ -290,7 +290,7 @@ class SubagentOperations:
                 return left, woken
         if not left:
             raise Conflict(
-                "There is no sub-agent at work to wait for.", "Go on, or spawn one with sessions_spawn first."
+                "There is no active sub-agent to wait for.", "Go on, or spawn one with sessions_spawn first."
             )
         await yields.begin_waiting(tx, row["id"], origin.run_id, how)
         return left, None

@@ -38,7 +38,7 @@ class TranscriptOperations:
         """Return a page of a transcript, oldest first: the newest entries, or those before or after a number.
 
         It has at most `limit` entries, and fewer or none if entries are large or most are filtered out: `has_more`
-        tells whether to continue.
+        shows whether to continue.
         """
         limit = validate_and_clamp(filter.limit, 1, MAX_HISTORY_ENTRIES, "limit")
         return await self._context.store.read(self._load_page, caller, session, filter, limit)

@@ -142,7 +142,7 @@ def _validate_names(raw_names: Iterable[str]) -> list[str]:
             raise InvalidInput(
                 f"Two attachments are named {_quote_name(name)}, "
                 "or differ only in case or in how letters are composed.",
-                "Give every file a name of its own.",
+                "Give every file a unique name.",
                 field=f"attachments/{number}/name",
                 reason="attachments_duplicate_name",
             )

@@ -1,4 +1,4 @@
-"""Task rows: what a sub-agent was asked to do, how it ends, and who hears of it.
+"""Task rows: what a sub-agent was asked to do, how it ends, and who receives the report.
 
 The destination and language of the report, and what happens to the child afterwards, are stored in the row when the
 task begins. `subagents` decides what follows from a row.
