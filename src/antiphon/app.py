@@ -74,7 +74,7 @@ class App(msgspec.Struct, frozen=True):
     config: Config
     clock: Clock
     publish_address: Callable[[str], Awaitable[None]]
-    """Tells the other replicas the address of this one."""
+    """Publishes the address of this replica to the others."""
     preload_libraries: Callable[[], None]
     """Imports the configured providers' libraries in the background (`RuntimeRegistry.preload_libraries`)."""
     store: Store

@@ -329,7 +329,7 @@ async def _check_models(config: Config, *, online: bool) -> list[Finding]:
         where = mask_url(provider.base_url)
         secrets = [secret for secret in (provider.api_key, *provider.headers.values()) if secret]
         if error := await asyncio.to_thread(_find_first_secret_error, secrets):
-            findings.append(report_failure("models", f"{name!r} cannot be asked: {error.what}", error.hint))
+            findings.append(report_failure("models", f"{name!r} cannot be used: {error.what}", error.hint))
         elif online and provider.base_url:
             findings.append(await _check_provider_reachable(name, where))
         else:

@@ -50,7 +50,7 @@ async def find_problems(config: Config) -> list[Problem]:
             path = f"agents.list[{number}]"
             try:
                 tools[agent_id] = _list_tool_specs(identities, agent_id)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it would end the run
+            except Exception as error:  # noqa: BLE001 - any error would end the run
                 problems.append(_build_problem(f"{path}.tools", f"The tools of agent {agent_id!r}", error))
             target = config.get_agent(agent_id).runtime.target
             if target is None or find_spec(target.partition(".")[0].partition(":")[0]) is None:

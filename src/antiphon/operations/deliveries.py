@@ -15,7 +15,7 @@ from antiphon.store import Row, Tx
 DELIVERY_STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "dead")
 DEFAULT_DELIVERIES_PER_PAGE, MAX_DELIVERIES_PER_PAGE = 50, 500
 MAX_DELIVERED_COUNTED = 10_000  # delivered rows only; all other states are counted in full
-OUTBOX_REFUSAL = "the outbox", "Ask one of them."
+OUTBOX_REFUSAL = "the outbox", "Ask an operator."
 MAX_SANITIZED_CHARACTERS = 2000
 CUT_EDGE_CHARACTERS = 200  # dropped from the end of these, where a cut token would not be recognised
 

@@ -46,7 +46,7 @@ class HistoryArguments(ToolArguments, frozen=True):
     limit: Annotated[int, describe_clamped_range("Maximum number of messages.", 1, MAX_HISTORY_MESSAGES)] = (
         DEFAULT_HISTORY_MESSAGES
     )
-    include_tools: Annotated[bool, Meta(description="Also show the results of tools.")] = False
+    include_tools: Annotated[bool, Meta(description="Include the results of tools.")] = False
     cursor: Annotated[str, Meta(description="nextCursor of the page before, unchanged.")] | None = None
     before: (
         Annotated[int, Meta(ge=0, le=MAX_SAFE_INTEGER, description="Only messages before this seq.")] | None

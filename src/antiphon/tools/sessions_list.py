@@ -70,7 +70,7 @@ class ListArguments(ToolArguments, frozen=True):
     label: Annotated[str, Meta(description="Only sessions with exactly this label.")] | None = None
     search: Annotated[str, Meta(description="Only sessions with these words in their names.")] | None = None
     spawned_by: Annotated[str, Meta(description="Only sessions that this session spawned.")] | None = None
-    include_archived: Annotated[bool, Meta(description="Also show archived sessions.")] = False
+    include_archived: Annotated[bool, Meta(description="Include archived sessions.")] = False
     cursor: Annotated[str, Meta(description="nextCursor of the page before, unchanged.")] | None = None
 
 

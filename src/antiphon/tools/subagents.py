@@ -118,7 +118,9 @@ async def _kill(operations: Operations, call: ToolRequest, arguments: SubagentsA
 
 async def _steer(operations: Operations, call: ToolRequest, arguments: SubagentsArguments) -> dict[str, Any]:
     if not (arguments.message or "").strip():
-        raise InvalidInput("There is no message.", "Say what the sub-agent is to do now.", field="message")
+        raise InvalidInput(
+            "The message is missing.", "Describe what the sub-agent should do now.", field="message"
+        )
     run_id = _derive_request_id(call)
     name = await operations.subagents.find_steered(call.caller, run_id)
     if name is None:
