@@ -46,15 +46,15 @@ async def _collect_when_grown() -> None:
     except OSError:
         return
     try:
-        settled = _read_resident_bytes(statm)
+        baseline = _read_resident_bytes(statm)
         while True:
             await asyncio.sleep(GROWTH_CHECK_SECONDS)
             size = _read_resident_bytes(statm)
-            if size - settled > max(MIN_GROWTH_BYTES, settled // 4):
+            if size - baseline > max(MIN_GROWTH_BYTES, baseline // 4):
                 gc.collect()
-                settled = _read_resident_bytes(statm)
+                baseline = _read_resident_bytes(statm)
             else:
-                settled = min(settled, size)
+                baseline = min(baseline, size)
     finally:
         os.close(statm)
 

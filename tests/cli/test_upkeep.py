@@ -68,7 +68,7 @@ def test_a_session_is_deleted_when_somebody_means_it(talked: Program) -> None:
     assert talked.run("sessions", "delete", SIDE).code == 2
     assert talked.run("sessions", "delete", "main", "--yes").code == 2
     with talked.terminal("sessions", "delete", SIDE) as terminal:
-        terminal.expect(rf"Delete {SIDE} and everything said in it.*\[y/N\]")
+        terminal.expect(rf"Delete {SIDE} and all its messages.*\[y/N\]")
         terminal.type("n")
         terminal.expect(r"Nothing was deleted\.")
         assert terminal.ended() == 1

@@ -81,8 +81,8 @@ def configure_logging(state_dir: Path, *, debug: bool) -> None:
         state_dir / LOG_FILE_NAME, maxBytes=MAX_LOG_FILE_BYTES, backupCount=2, delay=True, encoding="utf-8"
     )
     file.setFormatter(_JsonFormatter())
-    watched = _StderrHandler(DEBUG_LOG_FORMAT if debug else "%(message)s")
+    stderr = _StderrHandler(DEBUG_LOG_FORMAT if debug else "%(message)s")
     if not debug:
-        watched.addFilter(logging.Filter(STORE_TROUBLE_LOGGER))
-    handlers: list[logging.Handler] = [file, watched]
+        stderr.addFilter(logging.Filter(STORE_TROUBLE_LOGGER))
+    handlers: list[logging.Handler] = [file, stderr]
     logging.basicConfig(level=logging.INFO if debug else logging.WARNING, handlers=handlers)

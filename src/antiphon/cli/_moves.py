@@ -16,7 +16,7 @@ from antiphon.messages import AssistantMessage, Provenance, ToolCall, ToolResult
 
 
 class Move(NamedTuple):
-    """One thing that a participant did: a message to another one, or a step of its own."""
+    """One action of a participant: a message to another one, or a step by itself."""
 
     source: str
     target: str | None
@@ -25,12 +25,12 @@ class Move(NamedTuple):
     """What it was, in a word: a tool's name, `reply`, `report`. Empty for a plain message."""
     text: str
     spoken: bool = False
-    """True if the text was said by a participant, False if it describes what happened."""
+    """True if a participant wrote the text, False if it describes what happened."""
     time_ms: int | None = None
 
 
 class ParticipantTally(msgspec.Struct):
-    """How much one participant has said, and how many tokens that took."""
+    """Runs, messages and tokens of one participant."""
 
     runs: int = 0
     messages: int = 0

@@ -113,7 +113,7 @@ def delete(settings: Settings, key: str, yes: bool) -> int:
 
 def _confirm_delete(session: str) -> bool:
     return click.confirm(
-        f"Delete {_output.clean_line(session)} and everything said in it, earlier conversations too?"
+        f"Delete {_output.clean_line(session)} and all its messages, including earlier conversations?"
     )
 
 

@@ -30,7 +30,7 @@ def _add_filter_options(function: F) -> F:
 
 
 @click.group(
-    help="Show what sessions have said to each other, newest first, and the outcome. Without a subcommand: `list`.",
+    help="Show messages between sessions, newest first, and their outcome. Without a subcommand: `list`.",
     invoke_without_command=True,
 )
 @_add_filter_options

@@ -170,7 +170,7 @@ def _describe_secret_source(settings: Settings, loaded: LoadedConfig) -> str:
 
     auth = loaded.config.gateway.auth
     if auth.mode == "none":
-        return "none is asked for (gateway.auth.mode)"
+        return "not required (gateway.auth.mode)"
     if auth.mode == "password":
         return "gateway.auth.password of the configuration"
     if auth.token:

@@ -187,10 +187,10 @@ def parse_job_input(kind: type[T], raw: Any) -> T:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        misfit = validation_errors.parse_validation_error(error)
-        field = misfit.field or "job"
+        issue = validation_errors.parse_validation_error(error)
+        field = issue.field or "job"
         raise InvalidInput(
-            f"{field!r} is not valid: {misfit.what[:1].lower()}{misfit.what[1:]}.",
+            f"{field!r} is not valid: {issue.what[:1].lower()}{issue.what[1:]}.",
             "Fix it and send it again.",
             field=field,
         ) from error

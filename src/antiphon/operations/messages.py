@@ -140,10 +140,10 @@ class MessageOperations:
         """Return the accepted run, the session, and why the session was created or renewed, if it was."""
         row, created = await self._context.open_or_create_session(tx, caller, "send", message.session, now)
         require_current_conversation(row, message.session)
-        said_on = keys.WEBCHAT_CHANNEL if caller.is_operator and message.provenance is None else None
-        self._context.session_resolver.check_send(row, said_on)
-        if said_on and not (row["channel"] or row["last_channel"]):  # once per session
-            await session_rows.record_channel(tx, row["id"], said_on, row["key"])
+        channel = keys.WEBCHAT_CHANNEL if caller.is_operator and message.provenance is None else None
+        self._context.session_resolver.check_send(row, channel)
+        if channel and not (row["channel"] or row["last_channel"]):  # once per session
+            await session_rows.record_channel(tx, row["id"], channel, row["key"])
         news = "create" if created else None
         if self._reset_rules and place is None and not created:
             news = await self._find_reset_reason(tx, caller, message, row, run_id, now)

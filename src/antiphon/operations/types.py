@@ -94,7 +94,7 @@ class SpawnRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def compute_digest(self, requester_key: str) -> str:
         """Return a digest of the whole request and its requester, to recognise a repeated idempotency key."""
         seconds = self.run_timeout_seconds
-        asked = [
+        fields = [
             requester_key,
             self.task,
             self.label,
@@ -111,7 +111,7 @@ class SpawnRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             self.runtime,
             self.announce,
         ]
-        return hashlib.sha256(msgspec.json.encode(asked)).hexdigest()[:32]
+        return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:32]
 
     @cached_property
     def _files_digest(self) -> list[tuple[str, str, str | None, str]]:

@@ -49,10 +49,11 @@ def iterate_attempts(retry_policy: RetryPolicy) -> AsyncIterator[stamina.Attempt
         """Whether to retry: False, True for the default wait, or a number of seconds."""
         if not isinstance(error, ProviderError) or not error.retryable:
             return False
-        asked: float | None = error.data.get("retryAfter")
-        if asked is None:
+        retry_after: float | None = error.data.get("retryAfter")
+        if retry_after is None:
             return True
-        return asked <= retry_policy.retry_after and asked + random.uniform(0, retry_policy.jitter)  # noqa: S311
+        jitter = random.uniform(0, retry_policy.jitter)  # noqa: S311
+        return retry_after <= retry_policy.retry_after and retry_after + jitter
 
     return aiter(
         stamina.retry_context(

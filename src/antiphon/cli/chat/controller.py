@@ -437,10 +437,10 @@ class ChatController:
 
     async def _load_last_question(self) -> str:
         page = await self._backend.read_history(self._session, HistoryFilter(limit=20, without_internal=True))
-        asked = [_output.format_entry_text(item) for item in page.messages if item.get("role") == "user"]
-        if not asked:
+        messages = [_output.format_entry_text(item) for item in page.messages if item.get("role") == "user"]
+        if not messages:
             return "(its question is still queued)"
-        return _abbreviate(asked[-1])
+        return _abbreviate(messages[-1])
 
 
 def _has_succeeded(task: asyncio.Task[Any] | None) -> bool:

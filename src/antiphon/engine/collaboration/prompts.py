@@ -212,9 +212,9 @@ def parse_announce(text: str) -> tuple[str | None, str | None]:
         fenced ^= _FENCE_PATTERN.match(line) is not None
         if match:
             current = _SECTION_BY_LABEL[match["label"].lower()]
-        said = line[match.end() :] if match else line
-        sections[current].append(said)
-        if current == "status" and said.strip():
+        content = line[match.end() :] if match else line
+        sections[current].append(content)
+        if current == "status" and content.strip():
             current = "result"
     return _trim_blank_lines(sections["result"]), _trim_blank_lines(sections["notes"])
 

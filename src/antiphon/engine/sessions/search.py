@@ -162,7 +162,7 @@ def make_agent_scope(agent_id: str) -> str:
     return f"a{agent_id.encode().hex()}"
 
 
-SAID_SCOPE = "said"
+MESSAGE_SCOPE = "said"
 
 
 class SearchResult(NamedTuple):

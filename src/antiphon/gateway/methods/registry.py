@@ -51,7 +51,7 @@ class Method(msgspec.Struct, frozen=True):
     decoder: msgspec.json.Decoder[Any]
     run: Callable[[MethodCall, Any], Awaitable[Any]]
     waits: bool | Callable[[Any], bool]
-    """Whether it may wait for something, perhaps by what is asked; it is then answered out of turn."""
+    """Whether it may wait, possibly depending on the parameters; it is then answered out of order."""
 
     def is_answered_out_of_turn(self, raw: msgspec.Raw) -> bool:
         if isinstance(self.waits, bool):

@@ -48,10 +48,10 @@ class PgTx:
                 self._connection.execute(_LOCK_ROW_SQL, crc32(name.encode()) % LOCK_ROWS)
             )
 
-    async def _await_answer(self, asked: Awaitable[T]) -> T:
+    async def _await_answer(self, answer: Awaitable[T]) -> T:
         self.is_waiting = True
         try:
-            return await asked
+            return await answer
         finally:
             self.is_waiting = False
 
