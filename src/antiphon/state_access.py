@@ -76,7 +76,7 @@ async def require_no_live_replicas(config: Config, state_dir: Path) -> None:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise Unavailable(
             f"This store is hosted by the gateway {others[0].name!r}{more}.",
-            f"Talk with one of them: --url {address or 'ADDRESS'} and --token-file FILE.",
+            f"Connect to a gateway: use --url {address or 'ADDRESS'} and --token-file FILE.",
             url=address,
         )
 

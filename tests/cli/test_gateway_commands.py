@@ -406,9 +406,9 @@ def test_a_conversation_survives_its_gateway(program: Program) -> None:
         terminal.type("slow 3 one two three four five six")
         terminal.expect("main> one")
         first.stop(signal.SIGKILL)
-        terminal.expect("The gateway went away; connecting again")
+        terminal.expect("Lost the connection to the gateway; reconnecting")
         with up(program, first.port):
-            terminal.expect("Connected again")
+            terminal.expect("Reconnected")
             terminal.expect("five six")
             terminal.type("say still here")
             terminal.expect("main> still here")

@@ -58,7 +58,7 @@ WAYS = pytest.mark.parametrize("leave", [with_a_key, with_a_command, with_interr
 
 def lose(terminal: Terminal, gateway: Gateway) -> None:
     assert gateway.stop() == 0
-    terminal.expect("The gateway went away; connecting again")
+    terminal.expect("Lost the connection to the gateway; reconnecting")
 
 
 def begin(terminal: Terminal, question: str = LONG) -> None:
@@ -207,13 +207,13 @@ def test_what_is_typed_meanwhile_is_said_once_and_in_order(program: Program) -> 
             terminal.type(line)
             terminal.expect(re.escape(line) if line.endswith("\\") else HEARD)
         with up(program, first.port):
-            terminal.expect("Connected again")
+            terminal.expect("Reconnected")
             terminal.expect("main> more\n")
             terminal.expect("main> two\nlines\nyou> ")
             assert asked(program) == [f"slow 3 {WORDS}", "say more", "say two\nsay lines"]
             terminal.type("/quit")
             assert terminal.ended() == 0
-        assert terminal.text.count("connecting again") == terminal.text.count("Connected again") == 1
+        assert terminal.text.count("reconnecting") == terminal.text.count("Reconnected") == 1
 
 
 @pytest.mark.requirement("G16")
@@ -248,7 +248,7 @@ def patient(program: Program) -> Program:
 
 def check_given_up(terminal: Terminal) -> None:
     assert terminal.ended(SOON) == 5
-    assert terminal.text.count("connecting again") == 1
+    assert terminal.text.count("reconnecting") == 1
     assert terminal.text.count("cannot be reached") == 1
     assert re.search(r"\nError: The gateway at \S+ cannot be reached .*\n.*`antiphon up`\.\n$", terminal.text)
 
@@ -349,4 +349,4 @@ async def test_all_who_ask_a_lost_gateway_wait_together(
             assert {type(outcome) for outcome in outcomes} == {GatewayUnreachable}
             assert asyncio.get_running_loop().time() - since < 4 * client.RECONNECT_TIMEOUT_SECONDS
             assert desk.reconnect_deadline is not None
-    assert told == ["The gateway went away; connecting again…"]
+    assert told == ["Lost the connection to the gateway; reconnecting…"]

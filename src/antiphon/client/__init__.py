@@ -194,11 +194,11 @@ class Client:
             if self._connection.lost.is_set():
                 if self._reconnect_until is None:  # one deadline for all concurrent callers
                     self._reconnect_until = asyncio.get_running_loop().time() + RECONNECT_TIMEOUT_SECONDS
-                    self._on_change("The gateway went away; connecting again…")
+                    self._on_change("Lost the connection to the gateway; reconnecting…")
                 await self._connection.close()
                 self._connection = await self._reconnect(self._reconnect_until)
                 self._reconnect_until = None
-                self._on_change("Connected again.")
+                self._on_change("Reconnected.")
             return self._connection
 
     async def _reconnect(self, until: float) -> GatewayConnection:

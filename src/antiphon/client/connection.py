@@ -143,7 +143,7 @@ class GatewayConnection:
         max_bytes: int = self.hello.get("policy", {}).get("maxPayload", DEFAULT_MAX_REQUEST_BYTES)
         if size > max_bytes:
             raise TooLarge(
-                f"This {method} has {size} bytes, and the gateway takes {max_bytes}.",
+                f"This {method} has {size} bytes; the gateway accepts at most {max_bytes}.",
                 "Send less at once.",
                 bytes=size,
                 max=max_bytes,

@@ -387,20 +387,22 @@ def _explain_connect_error(address: str, error: Exception) -> BusError:
     where = f"The NATS server at {_strip_credentials(address)}"
     if any(word in str(error).lower() for word in AUTHORIZATION_ERROR_WORDS):
         return BusError(
-            f"{where} does not accept our credentials.", "Check those given in `bus`.", final=True
+            f"{where} does not accept our credentials.", "Check the credentials in `bus`.", final=True
         )
     if NOT_ENCRYPTED_MESSAGE in str(error):
         return BusError(
-            f"{where} does not encrypt, but encryption is required.", "Give it a certificate.", final=True
+            f"{where} does not encrypt, but encryption is required.",
+            "Configure TLS on the server.",
+            final=True,
         )
     if isinstance(error, ssl.SSLError):
         reason = getattr(error, "verify_message", "") or error.reason or str(error)
         return BusError(
-            f"{where} cannot be trusted: {reason}.", "Name its certificate authority in `bus`.", final=True
+            f"{where} cannot be trusted: {reason}.", "Set bus.tlsCa to its certificate authority.", final=True
         )
     if isinstance(error, TimeoutError):
-        return BusError(f"{where} does not answer.", "Check bus.url, and that it runs.")
-    return BusError(f"{where} cannot be reached: {error}.", "Check bus.url, and that it runs.")
+        return BusError(f"{where} does not answer.", "Check bus.url, and that the server is running.")
+    return BusError(f"{where} cannot be reached: {error}.", "Check bus.url, and that the server is running.")
 
 
 def _strip_credentials(url: str) -> str:

@@ -195,7 +195,7 @@ class SearchOperations:
 
 def _validate_query(query: str) -> str:
     if not query.strip():
-        raise InvalidInput("The query is empty.", "Give at least one word to look for.", field="query")
+        raise InvalidInput("The query is empty.", "Pass at least one word to search for.", field="query")
     return query
 
 

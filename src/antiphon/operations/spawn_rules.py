@@ -284,7 +284,7 @@ class SpawnRules:
             raise _build_refusal(
                 "sandbox",
                 "A sandboxed session may not spawn a child outside of a sandbox.",
-                "Spawn an agent that is sandboxed; agents_list shows which there are.",
+                "Spawn a sandboxed agent; agents_list shows them.",
             )
         if request.sandbox == "require" and not sandboxed:
             raise _build_refusal(
@@ -340,7 +340,7 @@ def _check_mode(request: SpawnRequest) -> None:
         raise _build_refusal(
             "thread",
             "This session's channel has no threads to bind a child to.",
-            "Leave thread out: the report comes to this chat.",
+            "Leave thread out: the report is posted to this chat.",
         )
     if request.runtime == "acp" and not request.attachments:
         raise _build_refusal(

@@ -166,7 +166,9 @@ class SubagentOperations:
         return await asyncio.to_thread(_format_report, task) if task["phase"] == "settled" else None
 
     async def _load_reported_task(self, tx: Tx, caller: Caller, run_id: str) -> Row:
-        missing = NotFound(f"There is no sub-agent {run_id[:80]!r}.", "Check the run id its spawn answered.")
+        missing = NotFound(
+            f"There is no sub-agent {run_id[:80]!r}.", "Check the run id that the spawn returned."
+        )
         task = await task_rows.load_task(tx, run_id)
         if task is None:
             raise missing
@@ -290,7 +292,8 @@ class SubagentOperations:
                 return left, woken
         if not left:
             raise Conflict(
-                "There is no active sub-agent to wait for.", "Go on, or spawn one with sessions_spawn first."
+                "There is no active sub-agent to wait for.",
+                "Continue, or spawn one with sessions_spawn first.",
             )
         await yields.begin_waiting(tx, row["id"], origin.run_id, how)
         return left, None
@@ -339,7 +342,7 @@ def _choose_subagent(target: str | None, found: Sequence[TaskView]) -> TaskView:
             candidates=candidates[:10],
         )
     if not fitting:
-        raise NotFound(f"No sub-agent fits {target[:80]!r}.", "Use action 'list' to see them.")
+        raise NotFound(f"No sub-agent matches {target[:80]!r}.", "Use action 'list' to see them.")
     return fitting[0]
 
 
@@ -348,7 +351,7 @@ async def _require_run_under_way(tx: Tx, origin: RequestOrigin) -> None:
     if await lifecycle.is_ended_or_stopping(tx, origin.run_id):
         raise Conflict(
             f"Run {origin.run_id!r} has ended or was stopped.",
-            "Spawn from a run that is under way.",
+            "Spawn from an active run.",
             run_id=origin.run_id,
         )
 

@@ -36,7 +36,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     idle: float = 120.0
     """Longest silence on an open connection, before the first byte and between bytes."""
     content: float = 600.0
-    """Longest time without content, whatever else is sent: some models think for long behind keep-alives."""
+    """Longest time without content: some models think for long and send only keep-alives meanwhile."""
 
 
 def iterate_attempts(retry_policy: RetryPolicy) -> AsyncIterator[stamina.Attempt]:
