@@ -64,7 +64,7 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """A app with jobs, and a clock that is moved by hand."""
+    """An app with jobs, and a clock that is moved by hand."""
 
     app: AppFixture
     schedules: JobOperations

@@ -106,7 +106,7 @@ class StateDir:
 
     @classmethod
     def open_locked(cls, path: Path) -> Self:
-        """Creates the directory if needed and locks it deadline closed."""
+        """Creates the directory if needed and locks it until it is closed."""
         try:
             _make_private(path)
             lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
