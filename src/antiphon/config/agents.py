@@ -74,7 +74,7 @@ class SubagentsConfig(Section):
     announce_timeout_ms: Count = 90_000
     model: Choice | None = None
     thinking: ConfiguredThinkingLevel | None = None
-    allow_agents: AgentPatterns | None = Field(default=None, description="Left out: only the agent itself.")
+    allow_agents: AgentPatterns | None = Field(default=None, description="Default: only the agent itself.")
     require_agent_id: bool = False
     delegation_mode: Literal["suggest", "prefer"] | None = None
 
@@ -160,7 +160,7 @@ class AgentDefaults(Section):
     max_concurrent: Count = Field(
         default=256, description="Maximum concurrent model steps in one process, per provider."
     )
-    max_steps: Count = Field(default=100, description="Model steps in one run.")
+    max_steps: Count = Field(default=100, description="Maximum model steps in one run.")
     thinking_default: ConfiguredThinkingLevel | None = None
     compaction: CompactionConfig = Field(default_factory=CompactionConfig.model_construct)
     subagents: SubagentsConfig = Field(default_factory=SubagentsConfig.model_construct)

@@ -94,4 +94,4 @@ AgentPatterns = Annotated[tuple[Annotated[str, AfterValidator(_lower_pattern)], 
 """Agent id patterns, lower-cased for comparison; `*` matches any text."""
 
 ConfiguredThinkingLevel = Literal[ThinkingLevel, "adaptive", "max"]
-"""Thinking levels that a config may name; the last two are those of related gateways."""
+"""Thinking levels that a config may name; the last two are for configs of related gateways."""

@@ -430,7 +430,9 @@ class BusConfig(Section):
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")] = Field(
         default="antiphon", description="Name of this installation, if several share the NATS servers."
     )
-    replicas: Literal[1, 3, 5] = Field(default=1, description="Copies that JetStream keeps of the queue of lanes.")
+    replicas: Literal[1, 3, 5] = Field(
+        default=1, description="Copies that JetStream keeps of the queue of lanes."
+    )
     ack_wait_seconds: Annotated[float, Field(ge=1, le=300)] = Field(
         default=10, description="Seconds of silence after which other gateways take over a gateway's work."
     )

@@ -119,7 +119,8 @@ class TokenRegistry:
             return cls(path, msgspec.json.decode(content, type=_TokenFile).tokens, _get_file_version(found))
         except msgspec.MsgspecError as error:
             raise StoreError(
-                f"The token file {str(path)!r} cannot be read.", "Move it away; a new one is created at the next start."
+                f"The token file {str(path)!r} cannot be read.",
+                "Move it away; a new one is created at the next start.",
             ) from error
 
     @property

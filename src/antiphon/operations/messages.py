@@ -203,12 +203,9 @@ class MessageOperations:
             validation.validate_message_content(message.content, most, extra_text=message.instructions)
         for earlier in message.options.earlier if message.options else ():
             content = earlier.content
-            visible = (
-                content
-                if isinstance(content, str)
-                else [it for it in content if isinstance(it, TextBlock | ImageBlock)]
-            )
-            validation.validate_message_size(visible, most, field="messages")
+            if not isinstance(content, str):
+                content = [block for block in content if isinstance(block, TextBlock | ImageBlock)]
+            validation.validate_message_size(content, max_bytes, field="messages")
         validation.validate_idempotency_key(message.idempotency_key)
         if message.timeout_seconds is not None and not 0 < message.timeout_seconds <= 366 * 86_400:
             raise InvalidInput(
