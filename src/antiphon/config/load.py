@@ -68,7 +68,7 @@ def load_document(document: ConfigDocument) -> LoadedConfig:
     if mode & 0o077 and (
         any(secret.is_written for _, secret in secrets) or _list_urls_with_credentials(config)
     ):
-        readable = f"{str(path)!r} contains secrets and is accessible to other users (mode {mode:04o})."
+        readable = f"{str(path)!r} contains secrets and is not private (mode {mode:04o})."
         warnings = (*warnings, f"{readable} Run: chmod 600 {str(path)!r}")
     return LoadedConfig(config, path, warnings)
 

@@ -114,7 +114,7 @@ def _warn_weak_secrets(config: Config) -> Iterator[str]:
     # References are not resolved here.
     if secret is not None and secret.kind == "text" and len(secret.reveal()) < MIN_SECRET_CHARACTERS:
         yield (
-            f"'gateway.auth.{mode}' has fewer than {MIN_SECRET_CHARACTERS} characters and could be guessed"
+            f"'gateway.auth.{mode}' has fewer than {MIN_SECRET_CHARACTERS} characters, and could be guessed"
             f" from other machines, because 'gateway.bind' is {gateway.bind!r}. Set a longer one, for example with"
             " `openssl rand -hex 24`."
         )

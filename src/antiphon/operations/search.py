@@ -164,7 +164,7 @@ class SearchOperations:
         if request.sessions is not None:
             scopes.append(await self._resolve_readable_sessions(tx, caller, request.sessions))
         if not request.include_tools:
-            scopes.append([search.SAID_SCOPE])
+            scopes.append([search.MESSAGE_SCOPE])
         return [scope for scope in scopes if scope is not None]
 
     async def _resolve_reach_terms(self, tx: Tx, caller: Caller) -> list[str] | None:

@@ -190,7 +190,7 @@ def _build_response_format(spec: ModelSpec, response_format: dict[str, Any]) -> 
     """The response format field of the API; the Responses API has the schema beside its type, not below it."""
     if spec.api == "openai-completions":
         return {"response_format": response_format}
-    schema = response_format.get("json_schema") or {}
+    schema: dict[str, Any] = response_format.get("json_schema") or {}
     return {"text": {"format": {"type": response_format["type"], **schema}}}
 
 
