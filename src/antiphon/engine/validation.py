@@ -27,7 +27,7 @@ def validate_message_content(
     """Check that a message is not empty and, together with `extra_text`, not too long."""
     blocks = [TextBlock(text=content)] if isinstance(content, str) else content
     if not any(isinstance(block, ImageBlock) or block.text.strip() for block in blocks):
-        raise InvalidInput("The message is empty.", "Say something.", field=field)
+        raise InvalidInput("The message is empty.", "Send a text or an image.", field=field)
     validate_message_size(content, max_bytes, extra_text=extra_text, field=field)
 
 
@@ -49,7 +49,7 @@ def validate_message_size(
     size += len((extra_text or "").encode(errors="replace"))
     if size > max_bytes:
         raise TooLarge(
-            f"The message has {size} bytes; at most {max_bytes} are taken.",
+            f"The message has {size} bytes; the maximum is {max_bytes}.",
             "Shorten it, or raise store.messageMaxBytes.",
             field=field,
             bytes=size,

@@ -198,9 +198,11 @@ class MessageOperations:
         """Check everything about a message that needs no lookup."""
         max_bytes = self._context.config.store.message_max_bytes
         if isinstance(message.content, ToolResult):
-            validation.validate_message_size(message.content.content, most, extra_text=message.instructions)
+            validation.validate_message_size(
+                message.content.content, max_bytes, extra_text=message.instructions
+            )
         else:
-            validation.validate_message_content(message.content, most, extra_text=message.instructions)
+            validation.validate_message_content(message.content, max_bytes, extra_text=message.instructions)
         for earlier in message.options.earlier if message.options else ():
             content = earlier.content
             if not isinstance(content, str):
