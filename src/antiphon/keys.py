@@ -31,6 +31,9 @@ DmScope = Literal["main", "per-peer", "per-channel-peer", "per-account-channel-p
 
 MAX_KEY_CHARACTERS = 512  # characters of a whole key
 DEFAULT_AGENT_ID = "main"
+REHEARSAL_PROVIDER = "rehearsal"
+"""Name of the built-in offline provider and of its only model; no configured provider may use it."""
+REHEARSAL_MODEL_REF = f"{REHEARSAL_PROVIDER}/{REHEARSAL_PROVIDER}"
 DEFAULT_ACCOUNT = "default"
 WEBCHAT_CHANNEL = "webchat"
 """The channel of a person who writes through the gateway itself: page, command line, WebSocket, HTTP."""

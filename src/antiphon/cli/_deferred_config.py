@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from antiphon.keys import DEFAULT_AGENT_ID
+from antiphon.keys import DEFAULT_AGENT_ID, REHEARSAL_MODEL_REF
 
 if TYPE_CHECKING:
     from antiphon.config import Config as _Config
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from antiphon.config_file import ConfigDocument
 else:
     _Config = object
-
-REHEARSAL_MODEL_REF = "rehearsal/rehearsal"
 
 
 class DeferredConfig(_Config):

@@ -14,13 +14,7 @@ from antiphon.config.agents import (
 )
 from antiphon.config.base import ConfiguredThinkingLevel
 from antiphon.config.load import LoadedConfig, list_secrets, load, load_document, parse
-from antiphon.config.schema import (
-    REHEARSAL_MODEL_REF,
-    REHEARSAL_PROVIDER,
-    Config,
-    FoundModel,
-    build_json_schema,
-)
+from antiphon.config.schema import Config, FoundModel, build_json_schema
 from antiphon.config.secrets import Secret
 from antiphon.config.sections import (
     NATIVE_PROVIDER_APIS,
@@ -31,6 +25,7 @@ from antiphon.config.sections import (
     SendPolicyConfig,
     SendRuleConfig,
 )
+from antiphon.keys import REHEARSAL_MODEL_REF, REHEARSAL_PROVIDER
 from antiphon.paths import Paths, locate_paths
 
 __all__ = [

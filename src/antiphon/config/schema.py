@@ -34,12 +34,8 @@ from antiphon.config.sections import (
     mask_values,
 )
 from antiphon.errors import NotFound, UnknownModel
+from antiphon.keys import REHEARSAL_MODEL_REF, REHEARSAL_PROVIDER
 from antiphon.validation_errors import suggest_options
-
-REHEARSAL_PROVIDER = "rehearsal"
-"""Name of the built-in offline provider and of its only model; no configured provider may use it."""
-
-REHEARSAL_MODEL_REF = f"{REHEARSAL_PROVIDER}/{REHEARSAL_PROVIDER}"
 
 MAX_SHOWN_NAME_CHARACTERS = 100  # characters of an unknown name that an error shows
 

@@ -10,9 +10,10 @@ from typing import Any, cast
 from antiphon.config.addresses import check_store_url, is_ip, is_loopback, parse_bus_addresses
 from antiphon.config.compat import GROUP_PREFIX, SESSION_TOOL_NAMES, TOOL_GROUPS, find_unused_keys
 from antiphon.config.errors import Problem
-from antiphon.config.schema import REHEARSAL_PROVIDER, Config
+from antiphon.config.schema import Config
 from antiphon.config.sections import NATIVE_PROVIDER_APIS, PUBLIC_PROVIDER_KEY_VARIABLES
 from antiphon.errors import ConfigError, UnknownModel, format_install_hint
+from antiphon.keys import REHEARSAL_PROVIDER
 from antiphon.validation_errors import find_nearest, suggest_options
 
 UNSUPPORTED_SECTIONS = ("channels",)

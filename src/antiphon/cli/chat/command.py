@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from antiphon.client import Client
     from antiphon.operations.types import RunView, SessionView
 
-# Same value as in `antiphon.config`, which a client does not import.
-REHEARSAL_MODEL_REF = "rehearsal/rehearsal"
-
 
 @click.command(help="Chat with an agent. If standard input is not a terminal, each line is a message.")
 @click.option("--agent", metavar="ID", help="Agent to talk to; default: the default agent.")
@@ -97,6 +94,7 @@ async def _print_greeting(
 ) -> None:
     from antiphon import __version__
     from antiphon.engine.sessions.transcripts import HistoryFilter
+    from antiphon.keys import REHEARSAL_MODEL_REF
 
     model = await _fetch_gateway_model(gateway, view) if gateway else _describe_local_model(settings, view)
     page = await backend.read_history(view.key, HistoryFilter(limit=1))
