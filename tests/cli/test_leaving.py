@@ -277,10 +277,10 @@ def test_a_gateway_that_stays_away_ends_a_chat_with_an_answer_due(program: Progr
     with up(program) as gateway, hasty.terminal("chat") as terminal:
         begin(terminal)
         terminal.press(b"say hello?\nsay more\n")
-        terminal.expect("waits until")
-        terminal.expect("waits until")
+        terminal.expect("queued behind")
+        terminal.expect("queued behind")
         terminal.press(b"say never\n")
-        terminal.expect("waits until")
+        terminal.expect("queued behind")
         lose(terminal, gateway)
         check_given_up(terminal)
         assert "\nThe answers continue at the gateway once it is back.\nError" in terminal.text

@@ -153,7 +153,7 @@ def test_what_is_being_answered_is_not_reset(talked: Program) -> None:
         terminal.type("slow 60 a b c d e f")
         terminal.expect("main> a")
         terminal.type("say later")
-        terminal.expect("waits until")
+        terminal.expect("queued behind")
         terminal.type("/new")
         terminal.expect("is still answering. Wait for the answer, or stop it")
         terminal.type("/stop")
