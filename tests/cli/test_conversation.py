@@ -30,17 +30,21 @@ class Typist:
         self.lines: asyncio.Queue[str | None] = asyncio.Queue()
         self.seen: asyncio.Queue[str] = asyncio.Queue()
         self.labels: list[str] = []
+        self.prompted = asyncio.Event()
         self.get_label: Callable[[], str] = str
         self.on_interrupt: Callable[[], None] | None = None
         self.commands: Mapping[str, str] = {}
 
     async def read_line(self) -> str | None:
         self.refresh()
-        return await self.lines.get()
+        line = await self.lines.get()
+        self.lines.task_done()
+        return line
 
     def refresh(self) -> None:
         if (label := self.get_label()) and label not in self.labels[-1:]:
             self.labels.append(label)
+            self.prompted.set()
 
     def print_above(self, text: str) -> None:
         self.seen.put_nowait(text)
@@ -68,6 +72,18 @@ class Slow(LocalBackend):
         return await super().submit(message)
 
 
+class SlowLookup(LocalBackend):
+    """Lists unfinished runs when it is told to."""
+
+    def __init__(self, operations: Operations) -> None:
+        super().__init__(operations)
+        self.go = asyncio.Event()
+
+    async def list_unfinished(self, session: str) -> list[str]:
+        await self.go.wait()
+        return await super().list_unfinished(session)
+
+
 class Hasty(LocalBackend):
     """Hears of the end of the first answer at the very moment at which somebody types the next line."""
 
@@ -92,6 +108,7 @@ async def test_no_prompt_comes_between_a_line_and_its_answer(tmp_path: Path) -> 
         key = (await backend.open("main")).key
         chat = ChatController(backend, key, renderer, gateway=None, prompt=cast("ChatPrompt", typist))
         attending = asyncio.create_task(chat.run(chat.read_messages()))
+        await typist.prompted.wait()
         typist.lines.put_nowait("say one")
         await typist.sees("two")
         assert typist.labels.count(PROMPT_LABEL) == 1
@@ -140,3 +157,25 @@ async def test_a_line_beyond_the_bound_is_refused_and_the_user_can_still_leave(t
         await typist.sees(f"Not accepted, because {MAX_QUEUED_LINES} lines wait to be sent: say surplus")
         typist.lines.put_nowait(None)
         await attending
+
+
+async def test_a_line_entered_while_unfinished_runs_are_looked_up_is_sent_after_them(tmp_path: Path) -> None:
+    async with asyncio.timeout(2 * BOUND), open_app_operations(Config(), tmp_path / "state") as operations:
+        backend, typist = SlowLookup(operations), Typist()
+        key = (await backend.open("main")).key
+        await backend.submit(IncomingMessage(session=key, content="slow 3 older", idempotency_key="older"))
+        chat = ChatController(
+            backend, key, ChatRenderer("conversation"), gateway=None, prompt=cast("ChatPrompt", typist)
+        )
+        attending = asyncio.create_task(chat.run(chat.read_messages()))
+        typist.lines.put_nowait("say newer")
+        await typist.lines.join()
+        backend.go.set()
+        await typist.sees("Resuming an interrupted turn")
+        await typist.sees("older")
+        await typist.sees("newer")
+        typist.lines.put_nowait(None)
+        await attending
+        text = "".join(typist.labels)
+        assert text.count("newer") == 1
+        assert PROMPT_LABEL not in text[: text.index("older")]

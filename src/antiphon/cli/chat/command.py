@@ -58,7 +58,7 @@ async def _run_chat(settings: Settings, reference: str, messages: Sequence[str],
             await _print_greeting(settings, backend, gateway, view)
             with ChatPrompt(settings.paths.state_dir / HISTORY_FILE_NAME) as prompt:
                 chat = ChatController(backend, view.key, renderer, gateway=gateway, prompt=prompt)
-                await chat.run(_resume_and_read(chat))
+                await chat.run(chat.read_messages())
             return 0
         chat = ChatController(
             backend,
@@ -70,11 +70,6 @@ async def _run_chat(settings: Settings, reference: str, messages: Sequence[str],
         )
         await chat.run(chat.send_messages(messages) if messages else chat.read_messages())
     return _get_exit_code(chat)
-
-
-async def _resume_and_read(chat: ChatController) -> None:
-    await chat.resume_unfinished_runs()
-    await chat.read_messages()
 
 
 def _get_exit_code(chat: ChatController) -> int:

@@ -79,6 +79,8 @@ class ChatController:
         self._line_queue: asyncio.Queue[str] = asyncio.Queue(MAX_QUEUED_LINES)
         self._pending_lines: deque[str] = deque()
         """Lines that were entered and not yet executed."""
+        self._is_resuming = prompt is not None
+        """Whether the unfinished runs of the session are still being looked up."""
         self._is_processing = False
         """Whether the first of `_pending_lines` is being executed."""
         self._reconnect_deadline_before_line: float | None = None
@@ -154,7 +156,7 @@ class ChatController:
         self._tasks.append(task)
         return task
 
-    async def resume_unfinished_runs(self) -> None:
+    async def _resume_unfinished_runs(self) -> None:
         """Follow the runs that are in progress in this session, or that an earlier process left in it."""
         for run_id in await self._backend.list_unfinished(self._session):
             if await self._is_for_person(run_id):
@@ -164,6 +166,8 @@ class ChatController:
             question = await self._load_last_question()
             what = "This is being answered" if self._gateway else "Resuming an interrupted turn"
             self._renderer.print_note(f"{what}: {question}")
+        self._is_resuming = False
+        self._refresh_prompt()
 
     async def _is_for_person(self, run_id: str) -> bool:
         """Whether the run answers a person, not another session or this one's own sub-agents."""
@@ -193,7 +197,7 @@ class ChatController:
 
     def _format_prompt_label(self) -> str:
         """Return the label of the prompt: empty while an answer is pending, though lines can be entered then too."""
-        if self._pending_lines or self._pending_runs:
+        if self._is_resuming or self._pending_lines or self._pending_runs:
             return ""
         return CONTINUATION_LABEL if self._continued_text else _output.bold(PROMPT_LABEL)
 
@@ -220,7 +224,9 @@ class ChatController:
             self._line_queue.put_nowait(line)
 
     async def _process_queued_lines(self) -> None:
-        """Execute queued lines one after the other."""
+        """Execute queued lines one after the other; in an interactive chat, after what is unfinished is known."""
+        if self._is_resuming:
+            await self._resume_unfinished_runs()
         while True:
             await self._process_line(await self._line_queue.get(), self._execute_line)
             self._line_queue.task_done()
