@@ -82,6 +82,12 @@ class ProtocolMismatch(InvalidInput):
     code = "protocol_mismatch"
 
 
+class StaleFile(Conflict):
+    """A file has another content than the one its writer has seen."""
+
+    code = "stale"
+
+
 class NotFound(AntiphonError):
     """The target does not exist, or the caller may not know about it: both look the same."""
 

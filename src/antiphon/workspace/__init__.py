@@ -1,0 +1,1 @@
+"""The directories agents work in: guarded file access, exact edits and patches."""

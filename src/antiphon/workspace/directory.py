@@ -1,0 +1,339 @@
+"""A directory that file operations cannot leave.
+
+`WorkspaceDirectory` holds an open descriptor, and the kernel resolves every path below it (`openat2` with
+RESOLVE_BENEATH): a symbolic link that is swapped in at any moment leads nowhere outside. Where `openat2` is missing,
+paths are walked one component at a time and no link is followed.
+
+All methods block, so call them in a thread. Which session may use which directory is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import os
+import stat
+import sys
+import uuid
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from antiphon.errors import Forbidden, InvalidInput, NotFound, StaleFile, TooLarge
+
+MAX_PATH_BYTES = 4096
+MAX_OPEN_ATTEMPTS = 64  # the kernel asks for a retry while a directory on the way is being renamed
+TEMPORARY_FILE_PREFIX = ".antiphon-"
+
+_OPENAT2_SYSCALL = 437  # the same on every architecture
+_RESOLVE_NO_MAGICLINKS, _RESOLVE_BENEATH = 0x02, 0x08
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # a FIFO must not block the thread
+_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class FileContent(msgspec.Struct, frozen=True):
+    """The content of a file, and the hash by which a later change is noticed."""
+
+    data: bytes
+    sha256: str
+
+
+class WorkspaceDirectory:
+    """An open directory. Use it as a context manager."""
+
+    def __init__(self, root: Path, *, aliases: tuple[str, ...] = ()) -> None:
+        """Open `root`. Absolute paths below it, or below one of `aliases`, are accepted as paths inside."""
+        self.root = root
+        self._prefixes = [PurePosixPath(prefix) for prefix in (str(root), *aliases)]
+        self._fd = os.open(root, _DIRECTORY_FLAGS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
+
+    def read_file(self, path: str, max_bytes: int) -> FileContent:
+        """Return the content of a regular file.
+
+        Raises:
+            NotFound: there is no such file.
+            Forbidden: the path leads outside.
+            InvalidInput: it is a directory, a device, a pipe or a socket.
+            TooLarge: it has more than `max_bytes`.
+        """
+        name = self.normalize(path)
+        with self._report_errors(name):
+            fd = _open_beneath(self._fd, name, _READ_FLAGS)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
+            raise _build_file_type_error(name, status.st_mode)
+        with os.fdopen(fd, "rb") as file:
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise TooLarge(
+                f"{name!r} has {max(status.st_size, len(data))} bytes; at most {max_bytes} can be read at once.",
+                "Read a part of it.",
+                field="path",
+                bytes=status.st_size,
+                max=max_bytes,
+            )
+        return FileContent(data, hashlib.sha256(data).hexdigest())
+
+    def find_sha256(self, path: str, max_bytes: int) -> str | None:
+        """Return the hash of a file, or None if it does not exist."""
+        try:
+            return self.read_file(path, max_bytes).sha256
+        except NotFound:
+            return None
+
+    def write_file(self, path: str, data: bytes, *, expected_sha256: str | None, max_bytes: int) -> str:
+        """Replace or create a file atomically, and return the hash of its new content.
+
+        `expected_sha256` is the version that the writer has seen; None means that the file must not exist.
+
+        Raises:
+            StaleFile: the file has another content by now.
+        """
+        name = self.normalize(path)
+        with self.lock():
+            self._require_version(name, expected_sha256, max_bytes)
+            self._replace(name, data)
+        return hashlib.sha256(data).hexdigest()
+
+    def delete_file(self, path: str, *, expected_sha256: str, max_bytes: int) -> None:
+        """Delete a file that still has the content the caller has seen."""
+        name = self.normalize(path)
+        with self.lock():
+            self._require_version(name, expected_sha256, max_bytes)
+            with self._open_parent(name) as parent, self._report_errors(name):
+                os.unlink(PurePosixPath(name).name, dir_fd=parent)
+
+    def normalize(self, path: str) -> str:
+        """Return the path relative to the directory, without `.` and `..`.
+
+        Raises:
+            InvalidInput: the path is empty, too long or has a NUL character.
+            Forbidden: the path leads outside by itself.
+        """
+        if not path or "\0" in path or len(os.fsencode(path)) > MAX_PATH_BYTES:
+            raise InvalidInput(
+                f"The path must have 1 to {MAX_PATH_BYTES} bytes and no NUL character.",
+                "Use a path inside the workspace.",
+                field="path",
+            )
+        given = PurePosixPath(path)
+        for prefix in self._prefixes if given.is_absolute() else ():
+            if given.is_relative_to(prefix):
+                given = given.relative_to(prefix)
+                break
+        if given.is_absolute():
+            raise _build_outside_error(path)
+        parts: list[str] = []
+        for part in given.parts:
+            if part == "..":
+                if not parts:
+                    raise _build_outside_error(path)
+                parts.pop()
+            else:
+                parts.append(part)
+        return "/".join(parts) or "."
+
+    @contextmanager
+    def lock(self) -> Generator[None]:
+        """Let one writer at a time compare and replace files; programs that agents start do not take part."""
+        fd = os.open(
+            ".", _DIRECTORY_FLAGS, dir_fd=self._fd
+        )  # its own description, so that threads exclude each other
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def _require_version(self, name: str, expected_sha256: str | None, max_bytes: int) -> None:
+        current = self.find_sha256(name, max_bytes)
+        if current == expected_sha256:
+            return
+        if expected_sha256 is None:
+            raise StaleFile(
+                f"{name!r} exists, and this session has not read it.",
+                "Read it, then write it again.",
+                field="path",
+            )
+        what = "was deleted" if current is None else "was changed"
+        raise StaleFile(
+            f"{name!r} {what} since this session last read it.", "Read it again first.", field="path"
+        )
+
+    def _replace(self, name: str, data: bytes) -> None:
+        with self._open_parent(name, create=True) as parent, self._report_errors(name):
+            target, temporary = PurePosixPath(name).name, TEMPORARY_FILE_PREFIX + uuid.uuid4().hex
+            mode = _find_mode(parent, target, name)
+            fd = os.open(temporary, _CREATE_FLAGS, 0o600, dir_fd=parent)
+            try:
+                with os.fdopen(fd, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fchmod(fd, mode)
+                    os.fsync(fd)
+                os.rename(temporary, target, src_dir_fd=parent, dst_dir_fd=parent)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(temporary, dir_fd=parent)
+                raise
+            os.fsync(parent)
+
+    @contextmanager
+    def _open_parent(self, name: str, *, create: bool = False) -> Generator[int]:
+        if name == ".":
+            raise InvalidInput("The path names the workspace itself.", "Name a file in it.", field="path")
+        parent = str(PurePosixPath(name).parent)
+        with self._report_errors(name):
+            fd = self._open_or_create_directory(parent) if create else self._open_directory(parent)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _open_directory(self, name: str) -> int:
+        return _open_beneath(self._fd, name, _DIRECTORY_FLAGS)
+
+    def _open_or_create_directory(self, name: str) -> int:
+        fd = self._open_directory(".")
+        path = ""
+        for part in PurePosixPath(name).parts:
+            path = f"{path}/{part}" if path else part
+            with suppress(FileExistsError):
+                os.mkdir(part, 0o755, dir_fd=fd)
+            try:
+                following = self._open_directory(path)
+            finally:
+                os.close(fd)
+            fd = following
+        return fd
+
+    @contextmanager
+    def _report_errors(self, name: str) -> Generator[None]:
+        """Turn errors of the operating system into ours."""
+        try:
+            yield
+        except OSError as error:
+            match error.errno:
+                case errno.ENOENT:
+                    raise NotFound(f"There is no file {name!r}.", "Check the path.", field="path") from None
+                case errno.EXDEV | errno.ELOOP:
+                    raise _build_outside_error(name) from None
+                case errno.ENOTDIR | errno.EISDIR | errno.ENXIO | errno.ENODEV:
+                    raise InvalidInput(
+                        f"{name!r} is not a file that can be read or written.",
+                        "Name a regular file.",
+                        field="path",
+                    ) from None
+                case errno.ENAMETOOLONG:
+                    raise InvalidInput(
+                        "A name in the path is too long.", "Use a shorter one.", field="path"
+                    ) from None
+                case errno.EACCES | errno.EPERM | errno.EROFS:
+                    raise Forbidden(
+                        f"{name!r} may not be accessed: {error.strerror}.",
+                        "Use another file, or change its permissions.",
+                        field="path",
+                    ) from None
+                case _:
+                    raise
+
+
+class _OpenHow(ctypes.Structure):
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def has_openat2() -> bool:
+    """Whether the kernel resolves paths beneath a directory for us."""
+    return sys.platform == "linux" and _probe_openat2()
+
+
+def _probe_openat2() -> bool:
+    try:
+        fd = os.open("/", _DIRECTORY_FLAGS)
+    except OSError:
+        return False
+    try:
+        os.close(_openat2(fd, ".", _DIRECTORY_FLAGS))
+    except OSError:  # an old kernel, or a seccomp filter that refuses it
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _openat2(directory: int, name: str, flags: int) -> int:
+    how = _OpenHow(flags, 0, _RESOLVE_BENEATH | _RESOLVE_NO_MAGICLINKS)
+    for _ in range(MAX_OPEN_ATTEMPTS):
+        fd = _libc.syscall(
+            _OPENAT2_SYSCALL, directory, os.fsencode(name), ctypes.byref(how), ctypes.sizeof(how)
+        )
+        if fd >= 0:
+            return fd
+        if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
+            break
+    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), name)
+
+
+def _walk_beneath(directory: int, name: str, flags: int) -> int:
+    """Open a path one component at a time, following no link."""
+    *parents, last = PurePosixPath(name).parts or (".",)
+    current = os.open(".", _DIRECTORY_FLAGS, dir_fd=directory)
+    try:
+        for part in parents:
+            following = os.open(part, _DIRECTORY_FLAGS | os.O_NOFOLLOW, dir_fd=current)
+            os.close(current)
+            current = following
+        return os.open(last, flags | os.O_NOFOLLOW, dir_fd=current)
+    finally:
+        os.close(current)
+
+
+_open_beneath = _openat2 if has_openat2() else _walk_beneath
+
+
+def _find_mode(parent: int, target: str, name: str) -> int:
+    """Return the permissions for a file that replaces `target`; a link is refused, since it would be replaced."""
+    try:
+        status = os.stat(target, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return 0o644
+    if stat.S_ISLNK(status.st_mode):
+        raise Forbidden(
+            f"{name!r} is a symbolic link to {os.readlink(target, dir_fd=parent)!r}.",
+            "Write to the file itself.",
+            field="path",
+        )
+    if not stat.S_ISREG(status.st_mode):
+        raise _build_file_type_error(name, status.st_mode)
+    return stat.S_IMODE(status.st_mode) & 0o777
+
+
+def _build_outside_error(path: str) -> Forbidden:
+    return Forbidden(
+        f"{path[:200]!r} leads outside the workspace.", "Use a path inside the workspace.", field="path"
+    )
+
+
+def _build_file_type_error(name: str, mode: int) -> InvalidInput:
+    kinds = ((stat.S_ISDIR, "directory"), (stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket"))
+    kind = next((word for is_kind, word in kinds if is_kind(mode)), "device")
+    return InvalidInput(f"{name!r} is a {kind}.", "Name a regular file.", field="path")

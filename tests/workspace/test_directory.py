@@ -1,0 +1,175 @@
+"""File access that stays inside a workspace, also while another process swaps links."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from antiphon.errors import AntiphonError, Forbidden, InvalidInput, NotFound, StaleFile, TooLarge
+from antiphon.workspace import directory
+from antiphon.workspace.directory import WorkspaceDirectory
+
+MAX_BYTES = 1 << 20
+SECRET = b"outside"
+
+
+@pytest.fixture(params=["openat2", "walk"])
+def workspace(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[WorkspaceDirectory]:
+    if request.param == "walk":
+        monkeypatch.setattr(directory, "_open_beneath", directory._walk_beneath)  # pyright: ignore[reportPrivateUsage]
+    else:
+        assert directory.has_openat2()
+    root = tmp_path / "workspace"
+    root.mkdir()
+    (tmp_path / "secret").write_bytes(SECRET)
+    with WorkspaceDirectory(root, aliases=("/workspace",)) as opened:
+        yield opened
+
+
+def test_what_is_written_is_read_and_hashed(workspace: WorkspaceDirectory) -> None:
+    sha256 = workspace.write_file("notes/today.md", b"one", expected_sha256=None, max_bytes=MAX_BYTES)
+    assert sha256 == hashlib.sha256(b"one").hexdigest()
+    for path in ("notes/today.md", "./notes/../notes/today.md", str(workspace.root / "notes/today.md")):
+        content = workspace.read_file(path, MAX_BYTES)
+        assert (content.data, content.sha256) == (b"one", sha256)
+    assert workspace.read_file("/workspace/notes/today.md", MAX_BYTES).data == b"one"
+    assert list((workspace.root / "notes").iterdir()) == [workspace.root / "notes/today.md"]
+
+
+def test_a_version_that_was_not_read_is_stale(workspace: WorkspaceDirectory) -> None:
+    first = workspace.write_file("a", b"1", expected_sha256=None, max_bytes=MAX_BYTES)
+    with pytest.raises(StaleFile, match="has not read"):
+        workspace.write_file("a", b"2", expected_sha256=None, max_bytes=MAX_BYTES)
+    (workspace.root / "a").write_bytes(b"changed meanwhile")
+    with pytest.raises(StaleFile, match="was changed"):
+        workspace.write_file("a", b"2", expected_sha256=first, max_bytes=MAX_BYTES)
+    with pytest.raises(StaleFile, match="was changed"):
+        workspace.delete_file("a", expected_sha256=first, max_bytes=MAX_BYTES)
+    (workspace.root / "a").unlink()
+    with pytest.raises(StaleFile, match="was deleted"):
+        workspace.write_file("a", b"2", expected_sha256=first, max_bytes=MAX_BYTES)
+
+
+def test_of_two_writers_one_is_stale(workspace: WorkspaceDirectory) -> None:
+    first = workspace.write_file("a", b"0", expected_sha256=None, max_bytes=MAX_BYTES)
+    outcomes: list[str] = []
+
+    def write(data: bytes) -> None:
+        try:
+            workspace.write_file("a", data, expected_sha256=first, max_bytes=MAX_BYTES)
+            outcomes.append("written")
+        except StaleFile:
+            outcomes.append("stale")
+
+    writers = [threading.Thread(target=write, args=(str(n).encode(),)) for n in range(1, 9)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(10)
+    assert sorted(outcomes) == ["stale"] * 7 + ["written"]
+
+
+def test_permissions_of_a_replaced_file_stay(workspace: WorkspaceDirectory) -> None:
+    first = workspace.write_file("run.sh", b"1", expected_sha256=None, max_bytes=MAX_BYTES)
+    (workspace.root / "run.sh").chmod(0o755)
+    workspace.write_file("run.sh", b"2", expected_sha256=first, max_bytes=MAX_BYTES)
+    assert (workspace.root / "run.sh").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../secret",
+        "a/../../secret",
+        "/etc/passwd",
+        "link",
+        "absolute",
+        "dir/secret",
+        "/proc/self/root/etc/passwd",
+    ],
+)
+def test_paths_and_links_that_lead_outside_are_refused(workspace: WorkspaceDirectory, path: str) -> None:
+    (workspace.root / "link").symlink_to("../secret")
+    (workspace.root / "absolute").symlink_to(workspace.root.parent / "secret")
+    (workspace.root / "dir").symlink_to("..")
+    with pytest.raises((Forbidden, InvalidInput)):
+        workspace.read_file(path, MAX_BYTES)
+    with pytest.raises((Forbidden, InvalidInput)):
+        workspace.write_file(path, b"x", expected_sha256=None, max_bytes=MAX_BYTES)
+    assert (workspace.root.parent / "secret").read_bytes() == SECRET
+
+
+def test_a_dangling_link_is_not_written_through(workspace: WorkspaceDirectory) -> None:
+    (workspace.root / "dangling").symlink_to("../new")
+    with pytest.raises(AntiphonError):
+        workspace.write_file("dangling", b"x", expected_sha256=None, max_bytes=MAX_BYTES)
+    assert not (workspace.root.parent / "new").exists()
+
+
+def test_only_regular_files_are_read(workspace: WorkspaceDirectory) -> None:
+    (workspace.root / "folder").mkdir()
+    os.mkfifo(workspace.root / "pipe")
+    for name in ("folder", "pipe", "."):
+        with pytest.raises(InvalidInput):
+            workspace.read_file(name, MAX_BYTES)
+    with pytest.raises(NotFound):
+        workspace.read_file("nothing", MAX_BYTES)
+    with pytest.raises(TooLarge):
+        (workspace.root / "large").write_bytes(b"x" * 11)
+        workspace.read_file("large", 10)
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "x" * 5000, "y" * 300])
+def test_names_that_no_file_can_have_are_refused(workspace: WorkspaceDirectory, path: str) -> None:
+    with pytest.raises(InvalidInput):
+        workspace.read_file(path, MAX_BYTES)
+
+
+SWAPPER = """
+import os, sys
+root = sys.argv[1]
+os.chdir(root)
+while os.getppid() == int(sys.argv[2]):
+    os.rename("inside", "aside"); os.symlink("..", "inside")
+    os.unlink("inside"); os.rename("aside", "inside")
+"""
+
+
+def _read(workspace: WorkspaceDirectory) -> None:
+    assert workspace.read_file("inside/secret", MAX_BYTES).data != SECRET
+
+
+def _write(workspace: WorkspaceDirectory) -> None:
+    sha256 = workspace.find_sha256("inside/secret", MAX_BYTES)
+    workspace.write_file("inside/secret", os.urandom(4), expected_sha256=sha256, max_bytes=MAX_BYTES)
+
+
+@pytest.mark.parametrize("access", [_read, _write])
+def test_a_directory_swapped_for_a_link_leads_nowhere(
+    workspace: WorkspaceDirectory, access: Callable[[WorkspaceDirectory], None]
+) -> None:
+    (workspace.root / "inside").mkdir()
+    (workspace.root / "inside" / "secret").write_bytes(b"inside")
+    swapper = subprocess.Popen([sys.executable, "-c", SWAPPER, str(workspace.root), str(os.getpid())])
+    try:
+        succeeded = 0
+        for _ in range(2000):
+            try:
+                access(workspace)
+                succeeded += 1
+            except AntiphonError:  # refused while the link is there
+                pass
+        assert succeeded
+    finally:
+        swapper.kill()
+        swapper.wait(10)
+    assert (workspace.root.parent / "secret").read_bytes() == SECRET
