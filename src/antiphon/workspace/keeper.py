@@ -1,0 +1,536 @@
+"""The keeper: a process that runs commands and outlives the gateway that asked for them.
+
+One keeper serves a state directory. A job has a directory of its own, named after its key, which is on disk before the
+command starts: asked for again with the same key, a job that ended gives its result, one that runs is joined, and one
+whose keeper died is `lost`. No key ever starts twice.
+
+    jobs/<digest of the key>/spec.json     written before the command starts
+                             output.*      the first and the last part of what it prints
+                             result.json   written when it has ended
+
+This file is a program by itself (`python -I keeper.py DIRECTORY`) and imports nothing but the standard library, so
+that it stays small. It knows nothing of sessions and sandboxes: the command line and the environment come from the
+client in `keeper_client`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import json
+import os
+import pty
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+PROTOCOL_VERSION = 1
+SOCKET_NAME, LOCK_NAME, JOBS_NAME = "keeper.sock", "keeper.lock", "jobs"
+JOB_VARIABLE = "ANTIPHON_JOB"  # in the environment of a command, to find processes that left its group
+
+MAX_REQUEST_BYTES = 4 * 1024 * 1024
+MAX_CONNECTIONS = 256
+MAX_JOBS = 512
+MAX_READ_BYTES = 256 * 1024  # of output in one answer
+MAX_INPUT_BYTES = 1024 * 1024  # waiting to be written to a command
+HEAD_BYTES = 5 * 1024 * 1024  # of output kept from the beginning
+TAIL_SEGMENT_BYTES = 2560 * 1024  # the end is kept in two files of this size, used in turn
+DRAIN_SECONDS = 0.2  # how long the output of an ended command is read while another process holds the pipe
+TERMINATE_GRACE_SECONDS = 1.0  # between SIGTERM and SIGKILL
+SWEEP_SECONDS = 5.0
+IDLE_EXIT_SECONDS = 60.0  # without jobs and connections
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+Json = dict[str, Any]
+
+
+class Refused(Exception):
+    """A request that cannot be served; the text goes to the client."""
+
+
+class Output:
+    """What a command prints, within a bounded space on disk: its beginning and its end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.total_bytes = 0
+        self._tail_bytes = 0
+        self._file = (folder / "output.head").open("ab", buffering=0)
+        self._segment = 0
+
+    def append(self, data: bytes) -> None:
+        room = max(0, HEAD_BYTES - self.total_bytes)
+        self.total_bytes += len(data)
+        if room:
+            self._file.write(data[:room])
+            data = data[room:]
+        while data:
+            if self._segment == 0 or self._tail_bytes >= TAIL_SEGMENT_BYTES:
+                self._begin_segment()
+            part = data[: TAIL_SEGMENT_BYTES - self._tail_bytes]
+            self._file.write(part)
+            self._tail_bytes += len(part)
+            data = data[len(part) :]
+
+    def _begin_segment(self) -> None:
+        self._file.close()
+        self._segment += 1
+        self._tail_bytes = 0
+        self._file = (self._folder / f"output.tail{self._segment % 2}").open("wb", buffering=0)
+
+    def finish(self) -> None:
+        """Join the parts into `output`, with a line that says how much is missing between them."""
+        self._file.close()
+        head = self._folder / "output.head"
+        if self._segment:
+            names = [f"output.tail{n % 2}" for n in (self._segment - 1, self._segment) if n > 0]
+            tails = [self._folder / name for name in names]
+            kept = HEAD_BYTES + sum(tail.stat().st_size for tail in tails)
+            with head.open("ab") as whole:
+                if kept < self.total_bytes:
+                    whole.write(f"\n[… {self.total_bytes - kept} bytes left out …]\n".encode())
+                for tail in tails:
+                    with tail.open("rb") as file:
+                        shutil.copyfileobj(file, whole)
+                    tail.unlink()
+        head.rename(self._folder / "output")
+
+
+def read_output(folder: Path, offset: int, limit: int) -> bytes:
+    """Return a part of the kept output; of a job that is still running, its beginning and its newest part."""
+    names = ["output"] if (folder / "output").exists() else ["output.head", "output.tail0", "output.tail1"]
+    files = [folder / name for name in names if (folder / name).exists()]
+    if len(files) == 3:  # the tail that was begun last comes last
+        files[1:] = sorted(files[1:], key=lambda file: file.stat().st_mtime_ns)
+    data = b""
+    for file in files:
+        size = file.stat().st_size
+        if offset < size and len(data) < limit:
+            with file.open("rb") as opened:
+                opened.seek(offset)
+                data += opened.read(limit - len(data))
+        offset = max(0, offset - size)
+    return data
+
+
+class Job:
+    """A command that runs."""
+
+    def __init__(self, key: str, folder: Path, spec: Json) -> None:
+        self.key = key
+        self.folder = folder
+        self.id = folder.name
+        self.started_at = time.time()
+        self.ended = asyncio.Event()
+        self.stop_reason: str | None = None
+        self._spec = spec
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output = Output(folder)
+        self._output_fd: int | None = None
+        self._input_fd: int | None = None
+        self._input = bytearray()
+        self._input_closed = False
+        self._output_closed = asyncio.Event()
+        self._timers: list[asyncio.TimerHandle] = []
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def output_bytes(self) -> int:
+        return self._output.total_bytes
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        spec = self._spec
+        environment = {**spec["env"], JOB_VARIABLE: self.id}
+        if spec.get("pty"):
+            master, slave = pty.openpty()
+            self._spawn(spec, environment, stdin=slave, stdout=slave)
+            os.close(slave)
+            self._output_fd = master
+            self._input_fd = os.dup(master)
+        else:
+            reader, writer = os.pipe()
+            wants_input = bool(spec.get("stdin"))
+            input_reader, input_writer = os.pipe() if wants_input else (None, None)
+            self._spawn(spec, environment, stdin=input_reader or subprocess.DEVNULL, stdout=writer)
+            os.close(writer)
+            if input_reader is not None:
+                os.close(input_reader)
+            self._output_fd, self._input_fd = reader, input_writer
+        os.set_blocking(self._output_fd, False)
+        if self._input_fd is not None:
+            os.set_blocking(self._input_fd, False)
+        loop.add_reader(self._output_fd, self._read_output)
+        if seconds := spec.get("timeout"):
+            self._timers.append(loop.call_later(seconds, self.stop, "timeout"))
+
+    def _spawn(self, spec: Json, environment: dict[str, str], *, stdin: int, stdout: int) -> None:
+        self._process = (
+            subprocess.Popen(  # from the main thread: a sandbox dies with the thread that started it
+                spec["argv"],
+                cwd=spec["cwd"],
+                env=environment,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stdout,
+                start_new_session=True,
+            )
+        )
+
+    def _read_output(self) -> None:
+        assert self._output_fd is not None
+        try:
+            data = os.read(self._output_fd, 65536)
+        except BlockingIOError:
+            return
+        except OSError:  # a terminal whose last user has gone
+            data = b""
+        if data:
+            self._output.append(data)
+        else:
+            self._close_output()
+
+    def _close_output(self) -> None:
+        if self._output_fd is not None:
+            asyncio.get_running_loop().remove_reader(self._output_fd)
+            os.close(self._output_fd)
+            self._output_fd = None
+            self._output_closed.set()
+
+    def write_input(self, data: bytes, *, eof: bool) -> None:
+        if self._input_fd is None or self._input_closed:
+            raise Refused("the input of this job is closed")
+        if len(self._input) + len(data) > MAX_INPUT_BYTES:
+            raise Refused("the command does not read its input; wait until it does")
+        self._input += data
+        self._input_closed = eof
+        self._flush_input()
+
+    def _flush_input(self) -> None:
+        if self._input_fd is None:
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            while self._input:
+                written = os.write(self._input_fd, self._input[:65536])
+                del self._input[:written]
+        except BlockingIOError:
+            loop.add_writer(self._input_fd, self._flush_input)
+            return
+        except OSError:  # the command closed it
+            self._input.clear()
+            self._input_closed = True
+        loop.remove_writer(self._input_fd)
+        if self._input_closed:
+            self._close_input()
+
+    def _close_input(self) -> None:
+        if self._input_fd is not None:
+            asyncio.get_running_loop().remove_writer(self._input_fd)
+            if self._spec.get("pty"):
+                with contextlib.suppress(OSError):
+                    os.write(self._input_fd, b"\x04")
+            os.close(self._input_fd)
+            self._input_fd = None
+
+    def stop(self, reason: str) -> None:
+        """Ask the whole process tree to end, and kill it after a moment."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+        self._signal_tree(signal.SIGTERM)
+        loop = asyncio.get_running_loop()
+        self._timers.append(loop.call_later(TERMINATE_GRACE_SECONDS, self._signal_tree, signal.SIGKILL))
+
+    def _signal_tree(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+        for pid in find_job_processes(self.id):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+
+    async def finish(self, status: int) -> Json:
+        """Note how the command ended, and return its result."""
+        assert self._process is not None
+        self._process.returncode = os.waitstatus_to_exitcode(status)
+        with contextlib.suppress(TimeoutError):  # a process in the background may hold the pipe for ever
+            await asyncio.wait_for(self._output_closed.wait(), DRAIN_SECONDS)
+        if self._output_fd is not None:
+            self._read_output()
+        self._close_output()
+        self._close_input()
+        if self.stop_reason is not None:
+            self._signal_tree(signal.SIGKILL)
+        for timer in self._timers:
+            timer.cancel()
+        self._output.finish()
+        code = self._process.returncode
+        return {
+            "state": "ended",
+            "exitCode": code if code >= 0 else None,
+            "signal": -code if code < 0 else None,
+            "stopReason": self.stop_reason,
+            "outputBytes": self._output.total_bytes,
+            "startedAt": self.started_at,
+            "endedAt": time.time(),
+        }
+
+
+def find_job_processes(job_id: str) -> list[int]:
+    """Return the processes whose environment names the job, also those that left its process group."""
+    marker = f"{JOB_VARIABLE}={job_id}".encode()
+    found: list[int] = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if marker in environment.read_bytes().split(b"\0"):
+                found.append(int(environment.parent.name))
+    return found
+
+
+class Keeper:
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._jobs_directory = directory / JOBS_NAME
+        self._running: dict[str, Job] = {}
+        self._by_pid: dict[int, Job] = {}
+        self._finishing: set[asyncio.Task[None]] = set()
+        self._connections = 0
+        self._last_used = time.monotonic()
+        self._stopping = asyncio.Event()
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serve until asked to stop, or until nothing has used the keeper for a while."""
+        self._settle_lost_jobs()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGCHLD, self._reap)
+        loop.add_signal_handler(signal.SIGTERM, self._stopping.set)
+        server = await asyncio.start_unix_server(self._serve, sock=listener, limit=MAX_REQUEST_BYTES)
+        async with server:
+            while not self._stopping.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), SWEEP_SECONDS)
+                self._remove_expired_jobs()
+                if self._running or self._connections:
+                    self._last_used = time.monotonic()
+                elif time.monotonic() - self._last_used > IDLE_EXIT_SECONDS:
+                    break
+        for job in list(self._running.values()):
+            job.stop("keeper")
+        if self._running:
+            await asyncio.wait(
+                [asyncio.ensure_future(job.ended.wait()) for job in self._running.values()],
+                timeout=3 * TERMINATE_GRACE_SECONDS,
+            )
+
+    def _settle_lost_jobs(self) -> None:
+        """Note jobs of an earlier keeper that have no result as lost, and end what is left of them."""
+        for folder in self._jobs_directory.iterdir():
+            if (folder / "spec.json").exists() and not (folder / "result.json").exists():
+                for pid in find_job_processes(folder.name):
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGKILL)
+                write_json(folder / "result.json", {"state": "lost", "endedAt": time.time()})
+
+    def _remove_expired_jobs(self) -> None:
+        now = time.time()
+        for folder in self._jobs_directory.iterdir():
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                result = json.loads((folder / "result.json").read_bytes())
+                spec = json.loads((folder / "spec.json").read_bytes())
+                if now - result["endedAt"] > spec["keepSeconds"]:
+                    shutil.rmtree(folder)
+
+    def _reap(self) -> None:
+        """Take the status of every child that has ended, adopted ones included."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if job := self._by_pid.pop(pid, None):
+                task = asyncio.ensure_future(self._finish(job, status))
+                self._finishing.add(task)
+                task.add_done_callback(self._finishing.discard)
+
+    async def _finish(self, job: Job, status: int) -> None:
+        result = await job.finish(status)
+        write_json(job.folder / "result.json", result)
+        self._running.pop(job.id, None)
+        job.ended.set()
+
+    # --- requests ---
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections += 1
+        try:
+            while self._connections <= MAX_CONNECTIONS and (line := await reader.readline()):
+                writer.write(json.dumps(await self._answer(line)).encode() + b"\n")
+                await writer.drain()
+        except (OSError, ValueError):  # the client has gone, or sent more than a request may hold
+            pass
+        finally:
+            self._connections -= 1
+            writer.close()
+
+    async def _answer(self, line: bytes) -> Json:
+        try:
+            request = json.loads(line)
+            handler: Callable[[Json], Awaitable[Json]] = getattr(self, f"_handle_{request['op']}")
+            return await handler(request)
+        except Refused as error:
+            return {"refused": str(error)}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return {"refused": f"the request is not valid: {error}"}
+
+    async def _handle_hello(self, _: Json) -> Json:
+        return {"version": PROTOCOL_VERSION, "pid": os.getpid(), "running": len(self._running)}
+
+    async def _handle_start(self, request: Json) -> Json:
+        """Start a job, or join the one that has this key already."""
+        key, spec = str(request["key"]), request["spec"]
+        folder = self._locate(key)
+        if not folder.exists():
+            if len(self._running) >= MAX_JOBS:
+                raise Refused(f"{MAX_JOBS} jobs are running already")
+            job = self._prepare(key, folder, spec)
+            try:
+                job.start()
+            except OSError as error:
+                write_json(
+                    folder / "result.json",
+                    {
+                        "state": "failed",
+                        "error": f"{error.strerror}: {error.filename}",
+                        "endedAt": time.time(),
+                    },
+                )
+                job.ended.set()
+            else:
+                self._running[job.id] = self._by_pid[job.pid or 0] = job
+        return await self._handle_wait(request)
+
+    def _prepare(self, key: str, folder: Path, spec: Json) -> Job:
+        draft = folder.with_suffix(".draft")
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(mode=0o700)
+        write_json(draft / "spec.json", {"key": key, "startedAt": time.time(), **spec})
+        draft.rename(folder)
+        sync_directory(self._jobs_directory)
+        return Job(key, folder, spec)
+
+    async def _handle_wait(self, request: Json) -> Json:
+        """Wait until a job has ended, at most for `seconds`."""
+        folder = self._locate(str(request["key"]))
+        if job := self._running.get(folder.name):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(job.ended.wait(), float(request.get("seconds", 0)))
+        return self._describe(folder)
+
+    def _describe(self, folder: Path) -> Json:
+        if job := self._running.get(folder.name):
+            return {"state": "running", "startedAt": job.started_at, "outputBytes": job.output_bytes}
+        try:
+            return json.loads((folder / "result.json").read_bytes())
+        except FileNotFoundError:
+            return {"state": "unknown"}
+
+    async def _handle_read(self, request: Json) -> Json:
+        folder = self._locate(str(request["key"]))
+        limit = min(int(request["limit"]), MAX_READ_BYTES)
+        data = read_output(folder, int(request["offset"]), limit)
+        return {"data": base64.b64encode(data).decode(), **self._describe(folder)}
+
+    async def _handle_write(self, request: Json) -> Json:
+        job = self._running.get(self._locate(str(request["key"])).name)
+        if job is None:
+            raise Refused("this job does not run")
+        job.write_input(base64.b64decode(request.get("data", "")), eof=bool(request.get("eof")))
+        return {}
+
+    async def _handle_stop(self, request: Json) -> Json:
+        """Stop a job, and wait until it has ended."""
+        folder = self._locate(str(request["key"]))
+        if job := self._running.get(folder.name):
+            job.stop(str(request["reason"]))
+            await asyncio.wait_for(job.ended.wait(), 5 * TERMINATE_GRACE_SECONDS)
+        return self._describe(folder)
+
+    async def _handle_remove(self, request: Json) -> Json:
+        """Forget a job that has ended. Its key must never be used again."""
+        folder = self._locate(str(request["key"]))
+        if folder.name in self._running:
+            raise Refused("this job is running")
+        shutil.rmtree(folder, ignore_errors=True)
+        return {}
+
+    async def _handle_exit(self, _: Json) -> Json:
+        if self._running:
+            raise Refused(f"{len(self._running)} jobs are running")
+        self._stopping.set()
+        return {}
+
+    def _locate(self, key: str) -> Path:
+        return self._jobs_directory / hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def write_json(path: Path, value: Json) -> None:
+    """Write a file so that it is there completely or not at all, also after a power failure."""
+    draft = path.with_name(path.name + ".draft")
+    with draft.open("w", encoding="utf-8") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def main(directory: Path) -> int:
+    """Start a keeper for the directory, unless it has one. Returns when it can be connected to."""
+    os.umask(0o077)
+    os.chdir(directory)  # the address of a socket may have 108 bytes, and a path more
+    (directory / JOBS_NAME).mkdir(mode=0o700, exist_ok=True)
+    lock = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return 0  # another keeper serves this directory
+    with contextlib.suppress(AttributeError, OSError):  # processes whose parent ends become ours
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    with contextlib.suppress(FileNotFoundError):
+        Path(SOCKET_NAME).unlink()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(SOCKET_NAME)
+    Path(SOCKET_NAME).chmod(0o600)
+    listener.listen(64)
+    if os.fork() == 0:  # the first process returns when connections are accepted
+        os.setsid()
+        asyncio.run(Keeper(Path.cwd()).run(listener))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]).resolve()))

@@ -1,0 +1,177 @@
+"""Client of the keeper: starts it when a job needs it, and speaks its protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from antiphon.errors import InvalidInput, Unavailable
+from antiphon.workspace import keeper
+
+START_TIMEOUT_SECONDS = 10.0
+ANSWER_TIMEOUT_SECONDS = 10.0  # beyond the time a request asks to wait
+KEEPER_DIRECTORY_NAME = "keeper"
+
+_KEEPER_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}  # nothing of the gateway's own
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """A command to run, complete: nothing is inherited."""
+
+    argv: Sequence[str]
+    cwd: str
+    env: dict[str, str]
+    timeout: float
+    """Seconds after which it is stopped."""
+    stdin: bool = False
+    """Whether it can be written to; else its input is at its end."""
+    pty: bool = False
+    keep_seconds: float = 1800.0
+    """How long the output is kept after the end."""
+
+
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """What the keeper knows of a job.
+
+    `unknown` means that it was never started, `failed` that the command could not be started, and `lost` that the
+    keeper ended before the command did: it may have had effects.
+    """
+
+    state: Literal["unknown", "running", "ended", "failed", "lost"]
+    exit_code: int | None = None
+    signal: int | None = None
+    stop_reason: str | None = None
+    error: str | None = None
+    output_bytes: int = 0
+    started_at: float | None = None
+    ended_at: float | None = None
+
+
+class KeeperClient:
+    """The keeper of one state directory. Connections are reused; a lost keeper is started again."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.directory = state_dir / KEEPER_DIRECTORY_NAME
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._starting = asyncio.Lock()
+
+    async def start(self, key: str, spec: JobSpec, *, wait_seconds: float) -> JobStatus:
+        """Start a job, or join the one with this key, and wait for its end at most `wait_seconds`."""
+        request = {"op": "start", "key": key, "spec": msgspec.to_builtins(spec), "seconds": wait_seconds}
+        return msgspec.convert(await self._request(request, wait_seconds), JobStatus)
+
+    async def wait(self, key: str, seconds: float) -> JobStatus:
+        return msgspec.convert(
+            await self._request({"op": "wait", "key": key, "seconds": seconds}, seconds), JobStatus
+        )
+
+    async def read(self, key: str, offset: int, limit: int) -> bytes:
+        """Return a part of what the job has printed."""
+        answer = await self._request({"op": "read", "key": key, "offset": offset, "limit": limit})
+        return base64.b64decode(answer["data"])
+
+    async def write(self, key: str, data: bytes, *, eof: bool) -> None:
+        """Write to the input of a job.
+
+        Raises:
+            InvalidInput: the job has ended, or takes no input.
+        """
+        await self._request({"op": "write", "key": key, "data": base64.b64encode(data).decode(), "eof": eof})
+
+    async def stop(self, key: str, reason: str) -> JobStatus:
+        """End the process tree of a job, and return what became of it."""
+        return msgspec.convert(await self._request({"op": "stop", "key": key, "reason": reason}), JobStatus)
+
+    async def remove(self, key: str) -> None:
+        await self._request({"op": "remove", "key": key})
+
+    async def close(self) -> None:
+        """Close the connections. The keeper goes on while jobs run."""
+        while self._idle:
+            _, writer = self._idle.pop()
+            writer.close()
+
+    async def _request(self, request: dict[str, Any], wait_seconds: float = 0.0) -> dict[str, Any]:
+        async with asyncio.timeout(START_TIMEOUT_SECONDS + ANSWER_TIMEOUT_SECONDS + wait_seconds):
+            answer = await self._exchange(request)
+        if reason := answer.get("refused"):
+            raise InvalidInput(f"The command cannot be used: {reason}.", "List the commands that run.")
+        return answer
+
+    async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send a request. One that an old connection lost is repeated: a key never starts twice."""
+        line = msgspec.json.encode(request) + b"\n"
+        while True:
+            reused = bool(self._idle)
+            async with self._connect() as (reader, writer):
+                with suppress(ConnectionError):
+                    writer.write(line)
+                    await writer.drain()
+                    if answer := await reader.readline():
+                        return msgspec.json.decode(answer)
+                writer.close()
+            if not reused:
+                raise Unavailable(
+                    "The process that runs commands ended while it was asked.", "Try again.", keeper=True
+                )
+
+    @asynccontextmanager
+    async def _connect(self) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        connection = self._idle.pop() if self._idle else await self._open()
+        try:
+            yield connection
+        except BaseException:  # an answer may still arrive for a request that was given up
+            connection[1].close()
+            raise
+        if not connection[1].is_closing():
+            self._idle.append(connection)
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        with suppress(OSError):
+            return await self._dial()
+        async with self._starting:
+            with suppress(OSError):  # another request has started it meanwhile
+                return await self._dial()
+            await asyncio.to_thread(self._start_keeper)
+            try:
+                return await self._dial()
+            except OSError as error:
+                raise Unavailable(
+                    f"The process that runs commands could not be started: {error}.",
+                    f"See {str(self.directory / 'keeper.log')!r}.",
+                ) from error
+
+    async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect through an open directory, since the address of a socket may have only 108 bytes."""
+        directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            path = f"/proc/self/fd/{directory}/{keeper.SOCKET_NAME}"
+            if sys.platform != "linux":
+                path = str(self.directory / keeper.SOCKET_NAME)
+            return await asyncio.open_unix_connection(path, limit=2 * keeper.MAX_REQUEST_BYTES)
+        finally:
+            os.close(directory)
+
+    def _start_keeper(self) -> None:
+        """Start the keeper in a session of its own, so that it outlives this process."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with (self.directory / "keeper.log").open("ab") as log, suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                [sys.executable, "-I", "-S", keeper.__file__, str(self.directory)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_KEEPER_ENVIRONMENT,
+                cwd="/",
+                timeout=START_TIMEOUT_SECONDS,
+                check=False,
+            )

@@ -1,0 +1,248 @@
+"""Commands that outlive the gateway: each key runs once, its true result is found again, and no process survives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from antiphon.errors import InvalidInput
+from antiphon.workspace import keeper
+from antiphon.workspace.keeper_client import JobSpec, JobStatus, KeeperClient
+
+pytestmark = pytest.mark.anyio
+
+ENVIRONMENT = {"PATH": "/usr/bin:/bin"}
+
+
+def shell(
+    script: str, directory: Path, *, timeout: float = 30.0, stdin: bool = False, pty: bool = False
+) -> JobSpec:
+    return JobSpec(
+        argv=["/bin/sh", "-c", script],
+        cwd=str(directory),
+        env=ENVIRONMENT,
+        timeout=timeout,
+        stdin=stdin,
+        pty=pty,
+    )
+
+
+def find_keeper(state_dir: Path) -> psutil.Process | None:
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if str(state_dir / "keeper") in process.cmdline() and keeper.__file__ in process.cmdline():
+                return process
+    return None
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[KeeperClient]:
+    opened = KeeperClient(tmp_path)
+    yield opened
+    await opened.close()
+    if process := find_keeper(tmp_path):
+        process.terminate()
+        process.wait(10)
+
+
+def find_marked(marker: str) -> list[int]:
+    """Return the processes that have the marker on their command line."""
+    found: list[int] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if marker in " ".join(process.cmdline()) and process.pid != os.getpid():
+                found.append(process.pid)
+    return found
+
+
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not await condition():  # noqa: ASYNC110 - processes have no event
+            await asyncio.sleep(0)
+
+
+async def until_gone(marker: str) -> None:
+    async def is_gone() -> bool:
+        return not find_marked(marker)
+
+    await until(is_gone, seconds=2)
+
+
+async def test_exit_code_and_output_are_told(client: KeeperClient, tmp_path: Path) -> None:
+    status = await client.start("a", shell("echo out; echo err >&2; exit 7", tmp_path), wait_seconds=10)
+    assert (status.state, status.exit_code, status.signal, status.output_bytes) == ("ended", 7, None, 8)
+    assert await client.read("a", 0, 100) == b"out\nerr\n"
+    assert await client.read("a", 4, 2) == b"er"
+
+
+async def test_a_key_runs_once(client: KeeperClient, tmp_path: Path) -> None:
+    spec = shell("echo once >> effect; echo done", tmp_path)
+    answers = await asyncio.gather(*(client.start("same", spec, wait_seconds=10) for _ in range(20)))
+    assert {answer.exit_code for answer in answers} == {0}
+    assert (tmp_path / "effect").read_text() == "once\n"
+
+
+async def test_the_environment_is_made_and_not_inherited(
+    client: KeeperClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CANARY_KEY", "canary-secret")
+    await client.start("env", shell("env; tr '\\0' '\\n' < /proc/$PPID/environ", tmp_path), wait_seconds=10)
+    output = await client.read("env", 0, 10_000)
+    assert b"PATH=/usr/bin:/bin" in output
+    assert b"canary-secret" not in output
+
+
+async def test_a_foreground_command_reads_the_end_of_its_input(client: KeeperClient, tmp_path: Path) -> None:
+    status = await client.start("cat", shell("cat; echo done", tmp_path), wait_seconds=10)
+    assert status.exit_code == 0
+    with pytest.raises(InvalidInput, match="does not run"):
+        await client.write("cat", b"late", eof=False)
+
+
+@pytest.mark.parametrize("pty", [False, True])
+async def test_a_background_command_can_be_written_to(
+    client: KeeperClient, tmp_path: Path, pty: bool
+) -> None:
+    script = 'read line; echo "got $line"; cat > rest'
+    status = await client.start("in", shell(script, tmp_path, stdin=True, pty=pty), wait_seconds=0)
+    assert status.state == "running"
+    await client.write("in", b"hello\n", eof=False)
+    await client.write("in", b"more\n", eof=True)
+    status = await client.wait("in", 10)
+    assert status.exit_code == 0
+    assert b"got hello" in await client.read("in", 0, 1000)
+    assert (tmp_path / "rest").read_text() == "more\n"
+
+
+async def test_a_process_that_holds_the_pipe_does_not_delay_the_end(
+    client: KeeperClient, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    status = await client.start("bg", shell("sleep 61 & echo started", tmp_path), wait_seconds=20)
+    assert status.exit_code == 0
+    assert time.monotonic() - began < 5
+    assert await client.read("bg", 0, 100) == b"started\n"
+
+
+async def test_a_timeout_ends_the_whole_tree(client: KeeperClient, tmp_path: Path) -> None:
+    script = "trap '' TERM; setsid sleep 3611 & sleep 3612 & wait"
+    status = await client.start("slow", shell(script, tmp_path, timeout=0.3), wait_seconds=20)
+    assert (status.state, status.stop_reason) == ("ended", "timeout")
+    await until_gone("sleep 361")
+
+
+async def test_a_stopped_job_leaves_no_process(client: KeeperClient, tmp_path: Path) -> None:
+    await client.start(
+        "stop", shell("setsid sh -c 'sleep 3621 & sleep 3622' & sleep 3623", tmp_path), wait_seconds=0
+    )
+
+    async def has_begun() -> bool:
+        return all(find_marked(f"sleep 362{n}") for n in (1, 2, 3)) and len(find_marked("sleep 362")) >= 4
+
+    await until(has_begun)
+    status = await client.stop("stop", "aborted")
+    assert (status.state, status.stop_reason) == ("ended", "aborted")
+    await until_gone("sleep 362")
+
+
+async def test_output_keeps_its_beginning_and_its_end(client: KeeperClient, tmp_path: Path) -> None:
+    script = "echo first; head -c 30000000 /dev/zero | tr '\\0' x; echo; echo last"
+    status = await client.start("large", shell(script, tmp_path), wait_seconds=60)
+    assert status.output_bytes == 30_000_012
+    assert await client.read("large", 0, 6) == b"first\n"
+    kept = sum(file.stat().st_size for file in (tmp_path / "keeper" / "jobs").glob("*/output*"))
+    assert kept < 11 * 1024 * 1024
+    end = await client.read("large", kept - 200, 200)
+    assert end.endswith(b"x\nlast\n")
+    middle = next((tmp_path / "keeper" / "jobs").glob("*/output")).read_bytes()
+    assert b"bytes left out" in middle
+
+
+async def test_a_command_that_cannot_start_has_failed(client: KeeperClient, tmp_path: Path) -> None:
+    spec = JobSpec(argv=["/nowhere/program"], cwd=str(tmp_path), env={}, timeout=5)
+    status = await client.start("none", spec, wait_seconds=5)
+    assert status.state == "failed"
+    assert "/nowhere/program" in (status.error or "")
+    assert (await client.wait("never", 0)).state == "unknown"
+
+
+GATEWAY = """
+import asyncio, sys
+from pathlib import Path
+from antiphon.workspace.keeper_client import JobSpec, KeeperClient
+
+async def main():
+    client = KeeperClient(Path(sys.argv[1]))
+    spec = JobSpec(argv=["/bin/sh", "-c", sys.argv[2]], cwd=sys.argv[1], env={"PATH": "/usr/bin:/bin"}, timeout=60)
+    await client.start("job", spec, wait_seconds=60)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_job_survives_the_gateway_and_its_result_is_adopted(
+    client: KeeperClient, tmp_path: Path
+) -> None:
+    script = "echo begun >> effect; while [ ! -e go ]; do sleep 0.05; done; echo all of it; exit 7"
+    gateway = await asyncio.create_subprocess_exec(sys.executable, "-c", GATEWAY, str(tmp_path), script)
+
+    async def has_begun() -> bool:
+        return (tmp_path / "effect").exists()
+
+    await until(has_begun)
+    gateway.kill()
+    await gateway.wait()
+    (tmp_path / "go").touch()
+    spec = shell(script, tmp_path)
+    status = await client.start("job", spec, wait_seconds=20)
+    assert (status.state, status.exit_code) == ("ended", 7)
+    assert await client.read("job", 0, 100) == b"all of it\n"
+    assert (tmp_path / "effect").read_text() == "begun\n"
+
+
+async def test_a_killed_keeper_loses_its_jobs_and_leaves_no_process(
+    client: KeeperClient, tmp_path: Path
+) -> None:
+    script = "echo begun; setsid sleep 3631 & sleep 3632"
+    await client.start("job", shell(script, tmp_path), wait_seconds=0)
+
+    async def has_begun() -> bool:
+        return len(find_marked("sleep 363")) >= 2 and bool(await client.read("job", 0, 10))
+
+    await until(has_begun)
+    process = find_keeper(tmp_path)
+    assert process is not None
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    status: JobStatus = await client.start("job", shell(script, tmp_path), wait_seconds=20)
+    assert status.state == "lost"
+    assert await client.read("job", 0, 100) == b"begun\n"
+    await until_gone("sleep 363")
+
+
+async def test_a_second_keeper_leaves_the_directory_to_the_first(
+    client: KeeperClient, tmp_path: Path
+) -> None:
+    await client.start("a", shell("true", tmp_path), wait_seconds=10)
+    second = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", "-S", keeper.__file__, str(tmp_path / "keeper")
+    )
+    assert await asyncio.wait_for(second.wait(), 20) == 0
+    assert (await client.wait("a", 0)).exit_code == 0
+    assert (tmp_path / "keeper" / keeper.SOCKET_NAME).stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_hundred_jobs_at_once_all_end(client: KeeperClient, tmp_path: Path) -> None:
+    statuses = await asyncio.gather(
+        *(client.start(f"job-{n}", shell(f"exit {n}", tmp_path), wait_seconds=60) for n in range(100))
+    )
+    assert [status.exit_code for status in statuses] == list(range(100))
