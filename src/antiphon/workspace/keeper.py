@@ -290,6 +290,15 @@ class Job:
         }
 
 
+def open_memory_file(data: bytes) -> int:
+    """Return a descriptor from which a command reads `data`."""
+    fd = os.memfd_create("job")
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
 def find_job_processes(job_id: str) -> list[int]:
     """Return the processes whose environment names the job, also those that left its process group."""
     marker = f"{JOB_VARIABLE}={job_id}".encode()

@@ -7,7 +7,7 @@ import base64
 import os
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     stdin: bool = False
     """Whether it can be written to; else its input is at its end."""
     pty: bool = False
+    files: Mapping[str, bytes] = {}
+    """Contents that the command reads from descriptors; in `argv`, a name stands for the number of its descriptor."""
     keep_seconds: float = 1800.0
     """How long the output is kept after the end."""
 
