@@ -14,10 +14,17 @@ import pytest
 
 from antiphon.errors import AntiphonError, Forbidden, InvalidInput, NotFound, StaleFile, TooLarge
 from antiphon.workspace import directory
-from antiphon.workspace.directory import WorkspaceDirectory
+from antiphon.workspace.directory import FileReplacement, WorkspaceDirectory
 
 MAX_BYTES = 1 << 20
 SECRET = b"outside"
+
+
+def write(
+    workspace: WorkspaceDirectory, path: str, data: bytes | None, expected_sha256: str | None = None
+) -> str:
+    workspace.replace_files([FileReplacement(path, expected_sha256, data)], MAX_BYTES)
+    return hashlib.sha256(data or b"").hexdigest()
 
 
 @pytest.fixture(params=["openat2", "walk"])
@@ -36,7 +43,7 @@ def workspace(
 
 
 def test_what_is_written_is_read_and_hashed(workspace: WorkspaceDirectory) -> None:
-    sha256 = workspace.write_file("notes/today.md", b"one", expected_sha256=None, max_bytes=MAX_BYTES)
+    sha256 = write(workspace, "notes/today.md", b"one")
     assert sha256 == hashlib.sha256(b"one").hexdigest()
     for path in ("notes/today.md", "./notes/../notes/today.md", str(workspace.root / "notes/today.md")):
         content = workspace.read_file(path, MAX_BYTES)
@@ -46,31 +53,31 @@ def test_what_is_written_is_read_and_hashed(workspace: WorkspaceDirectory) -> No
 
 
 def test_a_version_that_was_not_read_is_stale(workspace: WorkspaceDirectory) -> None:
-    first = workspace.write_file("a", b"1", expected_sha256=None, max_bytes=MAX_BYTES)
+    first = write(workspace, "a", b"1")
     with pytest.raises(StaleFile, match="has not read"):
-        workspace.write_file("a", b"2", expected_sha256=None, max_bytes=MAX_BYTES)
+        write(workspace, "a", b"2")
     (workspace.root / "a").write_bytes(b"changed meanwhile")
     with pytest.raises(StaleFile, match="was changed"):
-        workspace.write_file("a", b"2", expected_sha256=first, max_bytes=MAX_BYTES)
+        write(workspace, "a", b"2", first)
     with pytest.raises(StaleFile, match="was changed"):
-        workspace.delete_file("a", expected_sha256=first, max_bytes=MAX_BYTES)
+        write(workspace, "a", None, first)
     (workspace.root / "a").unlink()
     with pytest.raises(StaleFile, match="was deleted"):
-        workspace.write_file("a", b"2", expected_sha256=first, max_bytes=MAX_BYTES)
+        write(workspace, "a", b"2", first)
 
 
 def test_of_two_writers_one_is_stale(workspace: WorkspaceDirectory) -> None:
-    first = workspace.write_file("a", b"0", expected_sha256=None, max_bytes=MAX_BYTES)
+    first = write(workspace, "a", b"0")
     outcomes: list[str] = []
 
-    def write(data: bytes) -> None:
+    def write_as_one_of_many(data: bytes) -> None:
         try:
-            workspace.write_file("a", data, expected_sha256=first, max_bytes=MAX_BYTES)
+            write(workspace, "a", data, first)
             outcomes.append("written")
         except StaleFile:
             outcomes.append("stale")
 
-    writers = [threading.Thread(target=write, args=(str(n).encode(),)) for n in range(1, 9)]
+    writers = [threading.Thread(target=write_as_one_of_many, args=(str(n).encode(),)) for n in range(1, 9)]
     for writer in writers:
         writer.start()
     for writer in writers:
@@ -79,9 +86,9 @@ def test_of_two_writers_one_is_stale(workspace: WorkspaceDirectory) -> None:
 
 
 def test_permissions_of_a_replaced_file_stay(workspace: WorkspaceDirectory) -> None:
-    first = workspace.write_file("run.sh", b"1", expected_sha256=None, max_bytes=MAX_BYTES)
+    first = write(workspace, "run.sh", b"1")
     (workspace.root / "run.sh").chmod(0o755)
-    workspace.write_file("run.sh", b"2", expected_sha256=first, max_bytes=MAX_BYTES)
+    write(workspace, "run.sh", b"2", first)
     assert (workspace.root / "run.sh").stat().st_mode & 0o777 == 0o755
 
 
@@ -104,14 +111,14 @@ def test_paths_and_links_that_lead_outside_are_refused(workspace: WorkspaceDirec
     with pytest.raises((Forbidden, InvalidInput)):
         workspace.read_file(path, MAX_BYTES)
     with pytest.raises((Forbidden, InvalidInput)):
-        workspace.write_file(path, b"x", expected_sha256=None, max_bytes=MAX_BYTES)
+        write(workspace, path, b"x")
     assert (workspace.root.parent / "secret").read_bytes() == SECRET
 
 
 def test_a_dangling_link_is_not_written_through(workspace: WorkspaceDirectory) -> None:
     (workspace.root / "dangling").symlink_to("../new")
     with pytest.raises(AntiphonError):
-        workspace.write_file("dangling", b"x", expected_sha256=None, max_bytes=MAX_BYTES)
+        write(workspace, "dangling", b"x")
     assert not (workspace.root.parent / "new").exists()
 
 
@@ -150,7 +157,7 @@ def _read(workspace: WorkspaceDirectory) -> None:
 
 def _write(workspace: WorkspaceDirectory) -> None:
     sha256 = workspace.find_sha256("inside/secret", MAX_BYTES)
-    workspace.write_file("inside/secret", os.urandom(4), expected_sha256=sha256, max_bytes=MAX_BYTES)
+    write(workspace, "inside/secret", os.urandom(4), sha256)
 
 
 @pytest.mark.parametrize("access", [_read, _write])
@@ -173,3 +180,40 @@ def test_a_directory_swapped_for_a_link_leads_nowhere(
         swapper.kill()
         swapper.wait(10)
     assert (workspace.root.parent / "secret").read_bytes() == SECRET
+
+
+def test_several_files_are_replaced_together_or_not_at_all(workspace: WorkspaceDirectory) -> None:
+    first = write(workspace, "a", b"1")
+    second = write(workspace, "b", b"2")
+    (workspace.root / "link").symlink_to("missing")
+    with pytest.raises((Forbidden, InvalidInput)):
+        workspace.replace_files(
+            [
+                FileReplacement("a", first, b"changed"),
+                FileReplacement("b", second, None),
+                FileReplacement("new/file", None, b"created"),
+                FileReplacement("link", None, b"never through a link"),
+            ],
+            MAX_BYTES,
+        )
+    assert workspace.read_file("a", MAX_BYTES).data == b"1"
+    assert workspace.read_file("b", MAX_BYTES).data == b"2"
+    assert not (workspace.root / "new" / "file").exists()
+    with pytest.raises(StaleFile):
+        workspace.replace_files(
+            [FileReplacement("a", first, b"changed"), FileReplacement("b", first, b"x")], MAX_BYTES
+        )
+    assert workspace.read_file("a", MAX_BYTES).data == b"1"
+    workspace.replace_files(
+        [FileReplacement("a", first, b"changed"), FileReplacement("b", second, None)], MAX_BYTES
+    )
+    assert [file.name for file in workspace.root.iterdir() if file.is_file()] == ["a"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root writes files for others")
+def test_what_root_writes_belongs_to_the_owner_of_the_directory(workspace: WorkspaceDirectory) -> None:
+    os.chown(workspace.root, 61_001, 61_002)
+    write(workspace, "made/inside/file", b"x")
+    for path in ("made", "made/inside", "made/inside/file"):
+        status = (workspace.root / path).stat()
+        assert (status.st_uid, status.st_gid) == (61_001, 61_002)

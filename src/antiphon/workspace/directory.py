@@ -17,7 +17,7 @@ import os
 import stat
 import sys
 import uuid
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -25,7 +25,7 @@ from typing import Self
 
 import msgspec
 
-from antiphon.errors import Forbidden, InvalidInput, NotFound, StaleFile, TooLarge
+from antiphon.errors import AntiphonError, Forbidden, InvalidInput, NotFound, StaleFile, TooLarge
 
 MAX_PATH_BYTES = 4096
 MAX_OPEN_ATTEMPTS = 64  # the kernel asks for a retry while a directory on the way is being renamed
@@ -43,6 +43,15 @@ class FileContent(msgspec.Struct, frozen=True):
 
     data: bytes
     sha256: str
+
+
+class FileReplacement(msgspec.Struct, frozen=True):
+    """The new content of a file, or None to delete it."""
+
+    path: str
+    expected_sha256: str | None
+    """The version that the writer has seen; None if the file must not exist."""
+    data: bytes | None
 
 
 class WorkspaceDirectory:
@@ -92,32 +101,39 @@ class WorkspaceDirectory:
 
     def find_sha256(self, path: str, max_bytes: int) -> str | None:
         """Return the hash of a file, or None if it does not exist."""
-        try:
-            return self.read_file(path, max_bytes).sha256
-        except NotFound:
-            return None
+        content = self.find_content(path, max_bytes)
+        return content.sha256 if content else None
 
-    def write_file(self, path: str, data: bytes, *, expected_sha256: str | None, max_bytes: int) -> str:
-        """Replace or create a file atomically, and return the hash of its new content.
+    def replace_files(self, replacements: Sequence[FileReplacement], max_bytes: int) -> None:
+        """Replace, create and delete files: all of them, or none if one fails.
 
-        `expected_sha256` is the version that the writer has seen; None means that the file must not exist.
+        Each file is replaced atomically, in the given order. Writers of this class exclude each other; programs that
+        agents start do not take part.
 
         Raises:
-            StaleFile: the file has another content by now.
+            StaleFile: a file has another content than its writer expects.
         """
-        name = self.normalize(path)
-        with self.lock():
-            self._require_version(name, expected_sha256, max_bytes)
-            self._replace(name, data)
-        return hashlib.sha256(data).hexdigest()
+        with self._lock():
+            before = [self.find_content(each.path, max_bytes) for each in replacements]
+            for each, content in zip(replacements, before, strict=True):
+                _require_version(each, content.sha256 if content else None)
+            done: list[FileReplacement] = []
+            try:
+                for each, content in zip(replacements, before, strict=True):
+                    done.append(FileReplacement(each.path, None, content.data if content else None))
+                    self._replace(each.path, each.data)
+            except BaseException:
+                for undo in reversed(done):
+                    with suppress(OSError, AntiphonError):
+                        self._replace(undo.path, undo.data)
+                raise
 
-    def delete_file(self, path: str, *, expected_sha256: str, max_bytes: int) -> None:
-        """Delete a file that still has the content the caller has seen."""
-        name = self.normalize(path)
-        with self.lock():
-            self._require_version(name, expected_sha256, max_bytes)
-            with self._open_parent(name) as parent, self._report_errors(name):
-                os.unlink(PurePosixPath(name).name, dir_fd=parent)
+    def find_content(self, path: str, max_bytes: int) -> FileContent | None:
+        """Return the content of a file, or None if it does not exist."""
+        try:
+            return self.read_file(path, max_bytes)
+        except NotFound:
+            return None
 
     def normalize(self, path: str) -> str:
         """Return the path relative to the directory, without `.` and `..`.
@@ -150,8 +166,7 @@ class WorkspaceDirectory:
         return "/".join(parts) or "."
 
     @contextmanager
-    def lock(self) -> Generator[None]:
-        """Let one writer at a time compare and replace files; programs that agents start do not take part."""
+    def _lock(self) -> Generator[None]:
         fd = os.open(
             ".", _DIRECTORY_FLAGS, dir_fd=self._fd
         )  # its own description, so that threads exclude each other
@@ -161,37 +176,16 @@ class WorkspaceDirectory:
         finally:
             os.close(fd)
 
-    def _require_version(self, name: str, expected_sha256: str | None, max_bytes: int) -> None:
-        current = self.find_sha256(name, max_bytes)
-        if current == expected_sha256:
-            return
-        if expected_sha256 is None:
-            raise StaleFile(
-                f"{name!r} exists, and this session has not read it.",
-                "Read it, then write it again.",
-                field="path",
-            )
-        what = "was deleted" if current is None else "was changed"
-        raise StaleFile(
-            f"{name!r} {what} since this session last read it.", "Read it again first.", field="path"
-        )
-
-    def _replace(self, name: str, data: bytes) -> None:
-        with self._open_parent(name, create=True) as parent, self._report_errors(name):
-            target, temporary = PurePosixPath(name).name, TEMPORARY_FILE_PREFIX + uuid.uuid4().hex
-            mode = _find_mode(parent, target, name)
-            fd = os.open(temporary, _CREATE_FLAGS, 0o600, dir_fd=parent)
-            try:
-                with os.fdopen(fd, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fchmod(fd, mode)
-                    os.fsync(fd)
-                os.rename(temporary, target, src_dir_fd=parent, dst_dir_fd=parent)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(temporary, dir_fd=parent)
-                raise
+    def _replace(self, path: str, data: bytes | None) -> None:
+        """Replace a file, or delete it if there is no data."""
+        name = self.normalize(path)
+        target = PurePosixPath(name).name
+        with self._open_parent(name, create=data is not None) as parent, self._report_errors(name):
+            if data is None:
+                with suppress(FileNotFoundError):
+                    os.unlink(target, dir_fd=parent)
+            else:
+                _write_atomically(parent, target, data, _find_mode(parent, target, name))
             os.fsync(parent)
 
     @contextmanager
@@ -214,9 +208,8 @@ class WorkspaceDirectory:
         path = ""
         for part in PurePosixPath(name).parts:
             path = f"{path}/{part}" if path else part
-            with suppress(FileExistsError):
-                os.mkdir(part, 0o755, dir_fd=fd)
             try:
+                _make_directory(fd, part)
                 following = self._open_directory(path)
             finally:
                 os.close(fd)
@@ -308,6 +301,47 @@ def _walk_beneath(directory: int, name: str, flags: int) -> int:
 
 
 _open_beneath = _openat2 if has_openat2() else _walk_beneath
+
+
+def _make_directory(parent: int, name: str) -> None:
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o755, dir_fd=parent)
+        if os.geteuid() == 0:
+            owner = os.fstat(parent)
+            os.chown(name, owner.st_uid, owner.st_gid, dir_fd=parent, follow_symlinks=False)
+
+
+def _write_atomically(parent: int, target: str, data: bytes, mode: int) -> None:
+    temporary = TEMPORARY_FILE_PREFIX + uuid.uuid4().hex
+    fd = os.open(temporary, _CREATE_FLAGS, 0o600, dir_fd=parent)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fchmod(fd, mode)
+            if os.geteuid() == 0:  # what root writes belongs to the user that works in the directory
+                owner = os.fstat(parent)
+                os.fchown(fd, owner.st_uid, owner.st_gid)
+            os.fsync(fd)
+        os.rename(temporary, target, src_dir_fd=parent, dst_dir_fd=parent)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary, dir_fd=parent)
+        raise
+
+
+def _require_version(replacement: FileReplacement, current_sha256: str | None) -> None:
+    expected, path = replacement.expected_sha256, replacement.path
+    if current_sha256 == expected:
+        return
+    if expected is None:
+        raise StaleFile(
+            f"{path!r} exists, and this session has not read it.",
+            "Read it, then write it again.",
+            field="path",
+        )
+    what = "was deleted" if current_sha256 is None else "was changed"
+    raise StaleFile(f"{path!r} {what} since this session last read it.", "Read it again first.", field="path")
 
 
 def _find_mode(parent: int, target: str, name: str) -> int:
