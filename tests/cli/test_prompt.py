@@ -38,11 +38,12 @@ PASTE_BEGIN, PASTE_END = b"\x1b[200~", b"\x1b[201~"
 SOON = 20.0  # seconds, where a lookup that hangs would be waited for without end
 HANGING_LOOKUP = """
 import asyncio
+import os
 from antiphon import cli
 from antiphon.cli._backend import LocalBackend
 
 async def hang(self, session):
-    print("looking up unfinished runs", flush=True)
+    os.write(1, b"looking up unfinished runs")  # not printed: that leaves raw mode for a moment
     await asyncio.Event().wait()
 
 LocalBackend.list_unfinished = hang
