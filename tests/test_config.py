@@ -1308,7 +1308,7 @@ def test_what_parts_or_joins_senders_is_not_to_be_left_out_again(
     assert "Set it to 'per-channel-peer'" in advice
     assert parse({"channels": channels, "session": session})[1] == (none,)
     [useless] = parse({"session": session})[1]
-    assert useless.endswith("Leave it out.")
+    assert useless.endswith("Remove it.")
 
 
 # Secrets

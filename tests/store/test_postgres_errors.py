@@ -272,6 +272,6 @@ async def test_only_the_right_authority_is_trusted(
         assert "store.tlsCa" in error.hint
     for broken in (tmp_path / "nothing.pem", tmp_path):
         error = await refused(config(url, tlsCa=str(broken)), tmp_path)
-        assert "cannot be read" in error.what
+        assert "could not be read" in error.what
     plain = await refused(config(server.url, tlsCa=str(tmp_path / "ours.pem")), tmp_path)
     assert "cannot be reached" in plain.what  # a server without TLS is not talked to in the open
