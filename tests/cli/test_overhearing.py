@@ -174,6 +174,19 @@ def test_a_script_gets_no_words_that_were_taken_back(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == "Hello there.\n"
 
 
+def test_an_answer_that_a_restarted_gateway_gives_again_is_streamed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    screen = ChatRenderer("conversation", "main")
+    screen.expect_answer("mine")
+    for number, piece in enumerate(("one ", "two ", "three "), 1):
+        screen.show_event(Delta(session_key="k", run_id="mine", number=number, text=piece))
+    capsys.readouterr()
+    screen.show_event(Delta(session_key="k", run_id="mine", number=1, text="one "))
+    screen.show_event(Delta(session_key="k", run_id="mine", number=2, text="two\n"))
+    assert capsys.readouterr().out.endswith("one two\n")
+
+
 @pytest.mark.parametrize("token", ["ANNOUNCE_SKIP", "NO_REPLY"])
 def test_silence_is_silent(token: str, capsys: pytest.CaptureFixture[str]) -> None:
     screen = ChatRenderer("conversation", "main")

@@ -992,7 +992,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str | None, str | 
     [
         (Failure(status=401, body={"error": {"message": f"bad key {API_KEY}"}}), "refused the credentials"),
         (Failure(status=404, body={"error": {"message": "no such model"}}), "does not know the model"),
-        (Failure(status=413, body="prompt is too long"), "longer than the context window"),
+        (Failure(status=413, body="prompt is too long"), "exceeds the context window"),
         (Failure(status=400, body={"error": {"message": f"odd {API_KEY}"}}), "rejected the request"),
     ],
     ids=["credentials", "model", "overflow", "rejected"],

@@ -284,7 +284,7 @@ def _build_schedule(
     every: int | None, at: str | None, expression: str | None, tz: str | None
 ) -> dict[str, Any]:
     if sum(given is not None for given in (every, at, expression)) != 1:
-        raise click.UsageError("No schedule given. Use exactly one of --every, --at and --cron.")
+        raise click.UsageError("Use exactly one of --every, --at and --cron.")
     if tz is not None and expression is None:
         raise click.UsageError("--tz applies only to --cron. Put the UTC offset into --at instead.")
     if expression is not None:

@@ -170,9 +170,10 @@ class ChatRenderer:
             return
         if event.run_id != self._run:
             self._begin_run(event.run_id)
+        is_repeated = event.number <= self._number  # a gateway that was started again counts from one
         self._lost = self._lost or event.number != self._number + 1
         self._number = event.number
-        if event.restart:
+        if event.restart or is_repeated:
             if self._step:
                 self._end_open_line()
                 self.print_note("(the answer was cut off; it starts again)")
