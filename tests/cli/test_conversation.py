@@ -12,7 +12,8 @@ import pytest
 
 from antiphon.app import open_app_operations
 from antiphon.cli._backend import LocalBackend
-from antiphon.cli.chat.controller import MAX_QUEUED_LINES, PROMPT_LABEL, ChatController
+from antiphon.cli.chat import controller
+from antiphon.cli.chat.controller import PROMPT_LABEL, ChatController
 from antiphon.cli.chat.prompt import ChatPrompt
 from antiphon.cli.chat.renderer import ChatRenderer
 from antiphon.config import Config
@@ -141,7 +142,10 @@ async def test_what_is_stopped_before_it_is_accepted_is_not_answered(tmp_path: P
         await attending
 
 
-async def test_a_line_beyond_the_bound_is_refused_and_the_user_can_still_leave(tmp_path: Path) -> None:
+async def test_a_line_beyond_the_bound_is_refused_and_the_user_can_still_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "MAX_QUEUED_LINES", 100)
     async with asyncio.timeout(2 * BOUND), open_app_operations(Config(), tmp_path / "state") as operations:
         backend, typist = Slow(operations), Typist()
         key = (await backend.open("main")).key
@@ -151,10 +155,10 @@ async def test_a_line_beyond_the_bound_is_refused_and_the_user_can_still_leave(t
         attending = asyncio.create_task(chat.run(chat.read_messages()))
         typist.lines.put_nowait("say first")
         await backend.asked.wait()
-        for number in range(MAX_QUEUED_LINES):
+        for number in range(100):
             typist.lines.put_nowait(f"say {number}")
         typist.lines.put_nowait("say surplus")
-        await typist.sees(f"Not accepted, because {MAX_QUEUED_LINES} lines wait to be sent: say surplus")
+        await typist.sees("Not accepted, because 100 lines wait to be sent: say surplus")
         typist.lines.put_nowait(None)
         await attending
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 RUN_WAIT_SECONDS = 60.0  # length of one wait; repeated until the run has ended
 FEED_LAG_SECONDS = 0.5  # how far the feed may lag behind the end of a run
-MAX_QUEUED_LINES = 100  # further ones are refused until some of them are executed
+MAX_QUEUED_LINES = 10_000  # a long paste fits; further ones are refused until some of them are executed
 LEAVE_TIMEOUT_SECONDS = 1.0  # for lines typed before leaving to be executed
 PROMPT_LABEL, CONTINUATION_LABEL = "you> ", ". . . "
 QUIT_COMMAND = "/quit"
