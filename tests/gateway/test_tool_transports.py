@@ -145,6 +145,7 @@ async def test_sending_to_another_session(connect: Connect, tmp_path: Path) -> N
         sent = await transport.use("sessions_send", message="say pong", timeoutSeconds=BOUND, **quiet)
         delivery = sent.pop("delivery")
         assert delivery["status"] == "ended"
+        assert sent.pop("replyBack") == {"turns": 0, "reason": "turn_limit"}
         assert (await gateway.operations.runs.get(OPERATOR, sent.pop("runId"))).reply == "pong"
         assert sent == {"status": "ok", "reply": "pong", "sessionKey": HELPER}
         left = await transport.use("sessions_send", message="say later", timeoutSeconds=0, **quiet)
