@@ -308,7 +308,7 @@ async def test_an_answer_that_was_cut_short_is_an_answer(tmp_path: Path) -> None
     ("changes", "says"),
     [
         ({"message": "  "}, "empty"),
-        ({"message": "x" * 3000}, "at most 2000"),
+        ({"message": "x" * 3000}, "the maximum is 2000"),
         ({"sessionKey": "global"}, "global"),
         ({"sessionKey": "agent:nobody:main"}, "nobody"),
         ({"agentId": "helper", "sessionKey": MAIN}, "does not belong to agent 'helper'"),
