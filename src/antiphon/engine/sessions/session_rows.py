@@ -23,7 +23,6 @@ from antiphon.store.fulltext import FulltextVector
 from antiphon.store.queries import Queries
 
 SQL = Queries("sessions")
-_FILE_VERSIONS_SQL = Queries("file_versions")
 RUNS_SQL = Queries("runs")
 EXCHANGES_SQL = Queries("exchanges")
 DELIVERIES_SQL = Queries("deliveries")
@@ -313,7 +312,6 @@ async def delete_session(tx: Tx, session: int, key: str, now: int) -> None:
     await tx.do(DELIVERIES_SQL.clear_texts, session=session)
     await tx.do(SQL.delete_lineage, id=session)
     await tx.do(SQL.delete_names, id=session)
-    await tx.do(_FILE_VERSIONS_SQL.delete_of_session, session=session)
     await tx.do(SQL.delete_session, id=session)
 
 
