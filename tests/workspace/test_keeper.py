@@ -16,7 +16,7 @@ import pytest
 
 from antiphon.errors import InvalidInput
 from antiphon.workspace import keeper
-from antiphon.workspace.keeper_client import JobSpec, JobStatus, KeeperClient
+from antiphon.workspace.keeper_client import CommandSpec, CommandStatus, KeeperClient
 
 pytestmark = pytest.mark.anyio
 
@@ -25,8 +25,8 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin"}
 
 def shell(
     script: str, directory: Path, *, timeout: float = 30.0, stdin: bool = False, pty: bool = False
-) -> JobSpec:
-    return JobSpec(
+) -> CommandSpec:
+    return CommandSpec(
         argv=["/bin/sh", "-c", script],
         cwd=str(directory),
         env=ENVIRONMENT,
@@ -168,7 +168,7 @@ async def test_output_keeps_its_beginning_and_its_end(client: KeeperClient, tmp_
 
 
 async def test_a_command_that_cannot_start_has_failed(client: KeeperClient, tmp_path: Path) -> None:
-    spec = JobSpec(argv=["/nowhere/program"], cwd=str(tmp_path), env={}, timeout=5)
+    spec = CommandSpec(argv=["/nowhere/program"], cwd=str(tmp_path), env={}, timeout=5)
     status = await client.start("none", spec, wait_seconds=5)
     assert status.state == "failed"
     assert "/nowhere/program" in (status.error or "")
@@ -178,11 +178,11 @@ async def test_a_command_that_cannot_start_has_failed(client: KeeperClient, tmp_
 GATEWAY = """
 import asyncio, sys
 from pathlib import Path
-from antiphon.workspace.keeper_client import JobSpec, KeeperClient
+from antiphon.workspace.keeper_client import CommandSpec, KeeperClient
 
 async def main():
     client = KeeperClient(Path(sys.argv[1]))
-    spec = JobSpec(argv=["/bin/sh", "-c", sys.argv[2]], cwd=sys.argv[1], env={"PATH": "/usr/bin:/bin"}, timeout=60)
+    spec = CommandSpec(argv=["/bin/sh", "-c", sys.argv[2]], cwd=sys.argv[1], env={"PATH": "/usr/bin:/bin"}, timeout=60)
     await client.start("job", spec, wait_seconds=60)
 
 asyncio.run(main())
@@ -223,7 +223,7 @@ async def test_a_killed_keeper_loses_its_jobs_and_leaves_no_process(
     assert process is not None
     process.send_signal(signal.SIGKILL)
     process.wait(10)
-    status: JobStatus = await client.start("job", shell(script, tmp_path), wait_seconds=20)
+    status: CommandStatus = await client.start("job", shell(script, tmp_path), wait_seconds=20)
     assert status.state == "lost"
     assert await client.read("job", 0, 100) == b"begun\n"
     await until_gone("sleep 363")

@@ -124,7 +124,7 @@ def read_output(folder: Path, offset: int, limit: int) -> bytes:
     return data
 
 
-class Job:
+class RunningCommand:
     """A command that runs."""
 
     def __init__(self, key: str, folder: Path, spec: Json) -> None:
@@ -314,8 +314,8 @@ class Keeper:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._jobs_directory = directory / JOBS_NAME
-        self._running: dict[str, Job] = {}
-        self._by_pid: dict[int, Job] = {}
+        self._running: dict[str, RunningCommand] = {}
+        self._by_pid: dict[int, RunningCommand] = {}
         self._finishing: set[asyncio.Task[None]] = set()
         self._connections = 0
         self._last_used = time.monotonic()
@@ -377,7 +377,7 @@ class Keeper:
                 self._finishing.add(task)
                 task.add_done_callback(self._finishing.discard)
 
-    async def _finish(self, job: Job, status: int) -> None:
+    async def _finish(self, job: RunningCommand, status: int) -> None:
         result = await job.finish(status)
         write_json(job.folder / "result.json", result)
         self._running.pop(job.id, None)
@@ -434,14 +434,14 @@ class Keeper:
                 self._running[job.id] = self._by_pid[job.pid or 0] = job
         return await self._handle_wait(request)
 
-    def _prepare(self, key: str, folder: Path, spec: Json) -> Job:
+    def _prepare(self, key: str, folder: Path, spec: Json) -> RunningCommand:
         draft = folder.with_suffix(".draft")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(mode=0o700)
         write_json(draft / "spec.json", {"key": key, "startedAt": time.time(), **spec})
         draft.rename(folder)
         sync_directory(self._jobs_directory)
-        return Job(key, folder, spec)
+        return RunningCommand(key, folder, spec)
 
     async def _handle_wait(self, request: Json) -> Json:
         """Wait until a job has ended, at most for `seconds`."""

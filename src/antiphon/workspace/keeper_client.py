@@ -24,7 +24,7 @@ KEEPER_DIRECTORY_NAME = "keeper"
 _KEEPER_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}  # nothing of the gateway's own
 
 
-class JobSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+class CommandSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """A command to run, complete: nothing is inherited."""
 
     argv: Sequence[str]
@@ -41,7 +41,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """How long the output is kept after the end."""
 
 
-class JobStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+class CommandStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """What the keeper knows of a job.
 
     `unknown` means that it was never started, `failed` that the command could not be started, and `lost` that the
@@ -66,14 +66,14 @@ class KeeperClient:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         self._starting = asyncio.Lock()
 
-    async def start(self, key: str, spec: JobSpec, *, wait_seconds: float) -> JobStatus:
+    async def start(self, key: str, spec: CommandSpec, *, wait_seconds: float) -> CommandStatus:
         """Start a job, or join the one with this key, and wait for its end at most `wait_seconds`."""
         request = {"op": "start", "key": key, "spec": msgspec.to_builtins(spec), "seconds": wait_seconds}
-        return msgspec.convert(await self._request(request, wait_seconds), JobStatus)
+        return msgspec.convert(await self._request(request, wait_seconds), CommandStatus)
 
-    async def wait(self, key: str, seconds: float) -> JobStatus:
+    async def wait(self, key: str, seconds: float) -> CommandStatus:
         return msgspec.convert(
-            await self._request({"op": "wait", "key": key, "seconds": seconds}, seconds), JobStatus
+            await self._request({"op": "wait", "key": key, "seconds": seconds}, seconds), CommandStatus
         )
 
     async def read(self, key: str, offset: int, limit: int) -> bytes:
@@ -89,9 +89,11 @@ class KeeperClient:
         """
         await self._request({"op": "write", "key": key, "data": base64.b64encode(data).decode(), "eof": eof})
 
-    async def stop(self, key: str, reason: str) -> JobStatus:
+    async def stop(self, key: str, reason: str) -> CommandStatus:
         """End the process tree of a job, and return what became of it."""
-        return msgspec.convert(await self._request({"op": "stop", "key": key, "reason": reason}), JobStatus)
+        return msgspec.convert(
+            await self._request({"op": "stop", "key": key, "reason": reason}), CommandStatus
+        )
 
     async def remove(self, key: str) -> None:
         await self._request({"op": "remove", "key": key})
