@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from antiphon.access import Caller
+from antiphon.messages import ImageBlock
 from antiphon.runtimes import ToolSpec
 
 
@@ -36,6 +37,7 @@ class ToolOutput(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     details: Any = None
     is_error: bool = False
+    images: tuple[ImageBlock, ...] = ()
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,29 +48,36 @@ def build_tool(
     argument_type: type[A],
     run: Callable[[ToolRequest, A], Awaitable[Any]],
     *,
+    aliases: Mapping[str, str] | None = None,
     has_side_effects: bool = False,
+    reaches_sessions: bool = True,
     ends_turn: bool = False,
     agents: Callable[[str], Sequence[str]] | None = None,
 ) -> Tool:
-    """Build a session tool. Calls may be repeated after a crash: reads are harmless, actions are idempotent."""
+    """Build one of our own tools. Calls may be repeated after a crash: reads are harmless, actions are idempotent.
+
+    `aliases` are further names of arguments, as models know them from other programs. They are not in the schema.
+    """
     spec = ToolSpec(name=name, description=description, parameters=build_schema(argument_type))
     return Tool(
         spec=spec,
-        invoke=_build_invoke(argument_type, run),
+        invoke=_build_invoke(argument_type, run, aliases or {}),
         after_crash="settle",
         has_side_effects=has_side_effects,
-        reaches_sessions=True,
+        reaches_sessions=reaches_sessions,
         ends_turn=ends_turn,
         fit=_build_fit(spec, agents) if agents else None,
     )
 
 
 def _build_invoke(
-    argument_type: type[A], run: Callable[[ToolRequest, A], Awaitable[Any]]
+    argument_type: type[A], run: Callable[[ToolRequest, A], Awaitable[Any]], aliases: Mapping[str, str]
 ) -> Callable[[ToolRequest], Awaitable[ToolOutput]]:
     async def invoke(call: ToolRequest) -> ToolOutput:
         try:
-            return render_view(await run(call, parse_arguments(argument_type, call.arguments)))
+            given = {aliases.get(name, name): value for name, value in call.arguments.items()}
+            view = await run(call, parse_arguments(argument_type, given))
+            return view if isinstance(view, ToolOutput) else render_view(view)
         except AntiphonError as error:
             if error.who != "caller":  # internal errors are handled by the engine, not shown to the model
                 raise

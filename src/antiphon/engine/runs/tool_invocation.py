@@ -71,7 +71,7 @@ def build_tool_result(call: ToolCall, output: ToolOutput, max_chars: int, now: i
     return ToolResult(
         tool_call_id=call.id,
         tool_name=call.name,
-        content=[TextBlock(text=text)],
+        content=[TextBlock(text=text), *output.images],
         is_error=output.is_error,
         details=output.details if _is_storable(output.details, max_chars) else None,
         timestamp=now,
