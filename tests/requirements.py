@@ -117,6 +117,7 @@ CONTRACT: dict[str, tuple[Part, str]] = {
         "A turn that was stopped or failed stays one in the prompt, apart from the next question.",
     ),
     "W9": ("gateway", "Streaming costs what is said, and a change of a session its row once."),
+    "T8": ("tools", "A typed Python function marked with antiphon.tool is a tool, loaded from tools.python."),
     "C": ("core", "Configuration: JSON5, errors that name the path, secrets by reference, a JSON Schema."),
     "R": ("core", "Commands: self-explaining, --json, one-sentence errors, documented exit codes."),
 }

@@ -50,6 +50,7 @@ CLERK = """
 async def clerk(prompt):
     return f"noted: {prompt.messages[-1].content}"
 """
+PYTHON_TOOL = next(text for _, text in list_blocks("python") if "@antiphon.tool" in text)
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def _prepare(program: Program, text: str, url: str) -> Prepared:
     secrets = dict(_place_secrets(fitted, program.state))
     program.configure(fitted)
     (program.home / "my_agents.py").write_text(CLERK)
+    (program.state / "my_tools.py").write_text(PYTHON_TOOL)
     extra = {name: value for name, value in secrets.items() if name.isupper()}
     return Prepared(written, replace(program, extra={**extra, "PYTHONPATH": str(program.home)}), secrets)
 
@@ -235,7 +237,7 @@ def _offered(written: Json, agent: Json) -> set[str]:
         if "allow" in lists:
             found &= set[str]().union(*(groups.get(name, {name}) for name in lists["allow"]))
         found -= set[str]().union(*(groups.get(name, {name}) for name in lists.get("deny", ())))
-    return found
+    return found | ({"weather"} if written.get("tools", {}).get("python") else set())
 
 
 # --- the conversation ---

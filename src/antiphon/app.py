@@ -11,7 +11,7 @@ import asyncio
 import os
 import socket
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -140,6 +140,8 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 *(create_tools(operations) if create_tools else ()),
             ]:
                 toolbox.add(tool)
+            for tool in await _load_configured_tools(config, toolbox.names):
+                toolbox.add(tool)
             async with _run_mirror(mirror, home), _run_engine(engine, scheduler, coordination.drain_seconds):
                 yield App(
                     operations=operations,
@@ -151,6 +153,15 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                     preload_libraries=runtimes.preload_libraries,
                     store=store,
                 )
+
+
+async def _load_configured_tools(config: Config, reserved_names: Collection[str]) -> list[Tool]:
+    """Return the tools of `tools.python`. Without any, their loader is not even imported."""
+    if not config.tools.python:
+        return []
+    from antiphon.tools.python_tools import load_python_tools  # noqa: PLC0415
+
+    return await asyncio.to_thread(load_python_tools, config.tools.python, set(reserved_names))
 
 
 def _build_engine(

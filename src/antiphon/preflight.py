@@ -5,6 +5,7 @@ What fails here fails in every such run. Secrets are replaced by placeholders: t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +20,8 @@ from antiphon.config import Config, Secret
 from antiphon.config.errors import Problem
 from antiphon.engine.sessions.identity import SessionIdentityResolver
 from antiphon.engine.sessions.resolver import SessionResolver
-from antiphon.engine.toolbox import Toolbox
-from antiphon.errors import AntiphonError, ProviderError, StoreError, StoreReadOnly
+from antiphon.engine.toolbox import Tool, Toolbox
+from antiphon.errors import AntiphonError, ConfigError, ProviderError, StoreError, StoreReadOnly
 from antiphon.messages import UserMessage
 from antiphon.operations.context import OperationContext
 from antiphon.operations.operations import Operations
@@ -30,6 +31,7 @@ from antiphon.runtimes.registry import RuntimeRegistry
 from antiphon.runtimes.retry import RetryPolicy
 from antiphon.store import Script
 from antiphon.tools import create_session_tools
+from antiphon.tools.python_tools import load_python_tools
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,9 +43,14 @@ REFUSED_STATUS = 401
 async def find_problems(config: Config) -> list[Problem]:
     """Problems that would make every run of an agent or a model fail."""
     stand_in = _replace_secrets(config)
-    identities = _build_identity_resolver(stand_in)
     runtimes = RuntimeRegistry(stand_in)
     problems: list[Problem] = []
+    try:
+        python_tools = await asyncio.to_thread(load_python_tools, config.tools.python)
+    except ConfigError as error:
+        python_tools = list[Tool]()
+        problems.append(Problem(str(error.data["path"]), error.what, error.hint))
+    identities = _build_identity_resolver(stand_in, python_tools)
     tools: dict[str, Sequence[ToolSpec]] = {}
     try:
         for number, agent_id in enumerate(config.agent_ids):
@@ -107,7 +114,7 @@ def _replace_secrets(config: Config) -> Config:
     return config.model_copy(update={"models": config.models.model_copy(update={"providers": providers})})
 
 
-def _build_identity_resolver(config: Config) -> SessionIdentityResolver:
+def _build_identity_resolver(config: Config, python_tools: Sequence[Tool]) -> SessionIdentityResolver:
     toolbox, session_resolver = Toolbox(), SessionResolver(config)
     operations = Operations(
         OperationContext(
@@ -121,7 +128,7 @@ def _build_identity_resolver(config: Config) -> SessionIdentityResolver:
             toolbox=toolbox,
         )
     )
-    for tool in create_session_tools(operations):
+    for tool in (*create_session_tools(operations), *python_tools):
         toolbox.add(tool)
     return SessionIdentityResolver(config, session_resolver, toolbox)
 

@@ -63,6 +63,7 @@ def build_expected_error(text: str) -> PydanticCustomError:
 
 WEB_ADDRESS_PATTERN = r"^https?://[^\s/]"
 URL_PATH_PATTERN = r"^/\S*$"
+PYTHON_TARGET_PATTERN = r"^([^:]+\.py|[^\W\d][\w.]*):[^\W\d]\w*$"
 CALLABLE_TARGET_PATTERN = r"^[^\W\d][\w.]*:[^\W\d][\w.]*$"
 
 _AGENT_ID_PATTERN = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")

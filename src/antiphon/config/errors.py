@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from antiphon.config.base import (
     CALLABLE_TARGET_PATTERN,
+    PYTHON_TARGET_PATTERN,
     URL_PATH_PATTERN,
     WEB_ADDRESS_PATTERN,
     Location,
@@ -98,6 +99,7 @@ _ALLOWED_BY_ERROR_TYPE = {
 _FORMS_BY_PATTERN = {
     WEB_ADDRESS_PATTERN: "begin with http:// or https://",
     URL_PATH_PATTERN: "begin with '/' and have no spaces",
+    PYTHON_TARGET_PATTERN: "have the form './file.py:name' or 'package.module:name'",
     CALLABLE_TARGET_PATTERN: "have the form 'package.module:callable'",
 }
 """Descriptions of the patterns, so that errors do not show regular expressions."""

@@ -158,6 +158,8 @@ def _check_harmless(
     found |= {
         key: "is a secret" for key, secret in secrets if secret.kind in ("env", "file") or secret.is_written
     }
+    if config.tools.python:
+        found["tools.python"] = "names code to run"
     found |= {key: "may contain a password" for key in _list_urls_with_credentials(config)}
     for key, what in found.items():
         raise ConfigError(

@@ -3,14 +3,16 @@
 Whether the values of different keys fit together is checked in `antiphon.config.validate`.
 """
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field, Strict, field_serializer
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, ValidationInfo, field_serializer
 
 from antiphon.access import Control, Visibility
 from antiphon.config.addresses import mask_url
 from antiphon.config.base import (
     MAX_NUMBER,
+    PYTHON_TARGET_PATTERN,
     URL_PATH_PATTERN,
     WEB_ADDRESS_PATTERN,
     AgentPatterns,
@@ -25,6 +27,7 @@ from antiphon.config.base import (
 from antiphon.config.compat import ToolNames
 from antiphon.config.secrets import SECRET_MASK, Secret
 from antiphon.messages import Locale
+from antiphon.paths import expand_home
 from antiphon.send_policy import SendDecision
 
 MIB = 1024 * 1024
@@ -227,6 +230,18 @@ class SessionsSpawn(Section):
     attachments: Attachments = Field(default_factory=Attachments.model_construct)
 
 
+def _locate_python_file(target: str, info: ValidationInfo) -> str:
+    """Return the target with an absolute path; a relative one starts at the configuration file."""
+    module, _, name = target.rpartition(":")
+    context = cast("dict[str, Path | None]", info.context or {})
+    if not module.endswith(".py"):
+        return target
+    return f"{(context.get('base') or Path()).absolute() / expand_home(module)}:{name}"
+
+
+PythonTarget = Annotated[str, Field(pattern=PYTHON_TARGET_PATTERN), AfterValidator(_locate_python_file)]
+
+
 class ToolsConfig(Section):
     """Which tools agents have, and which sessions they can reach."""
 
@@ -238,6 +253,10 @@ class ToolsConfig(Section):
     )
     allow: ToolNames | None = Field(default=None, description="Default: every tool.")
     deny: ToolNames = ()
+    python: Annotated[tuple[PythonTarget, ...], Strict(False)] = Field(
+        default=(),
+        description="Python functions marked with `@antiphon.tool`: `./file.py:name` or `package.module:name`.",
+    )
 
 
 Api = Literal["openai-completions", "openai-responses", "anthropic-messages", "google-generative-ai"]
