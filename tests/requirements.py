@@ -102,6 +102,26 @@ CONTRACT: dict[str, tuple[Part, str]] = {
         "The owner's standalone /send works on every transport and is answered in one line; anyone else's is ignored.",
     ),
     "D3": ("tools", "The outbox applies the policy to everything outbound; inbound is always recorded."),
+    "T1": (
+        "tools",
+        "Agents have tools for files and the web, bounded, which accept the argument names of other programs.",
+    ),
+    "T2": (
+        "tools",
+        "Profile, allow, alsoAllow and deny select the tools, for all agents and for each; a list fails closed.",
+    ),
+    "T3": (
+        "tools",
+        "An agent has a workspace, whose files are in its prompt; a child has its own, with its attachments.",
+    ),
+    "T4": (
+        "tools",
+        "File tools stay inside the workspace and change only versions that the session has read.",
+    ),
+    "T7": (
+        "tools",
+        "A call that needs approval waits durably for a person with the scope, expires as denied, and runs once.",
+    ),
     "W1": ("gateway", "The WebSocket protocol."),
     "W2": ("gateway", "Its methods."),
     "W3": ("gateway", "Its events, numbered per session."),
@@ -216,8 +236,8 @@ GUARANTEES: dict[str, tuple[Part, str]] = {
     ),
     "G40": ("tools", "How loudly a child announces is chosen per spawn."),
     "G41": (
-        "later",
-        "An approval is durable, answered once, expires to deny. Nothing asks for approval yet.",
+        "tools",
+        "An approval is durable, bound to its call, answered once, and expires to deny.",
     ),
     "G42": (
         "channels",
@@ -257,10 +277,32 @@ SECURITY: dict[str, tuple[Part, str]] = {
     "SEC14": ("gateway", "Sizes are limited on arrival, before anything is parsed."),
 }
 
+WORK: dict[str, tuple[Part, str]] = {
+    "AT11": ("tools", "However links are swapped, no byte outside the workspace is read or written."),
+    "AT15": (
+        "tools",
+        "A write or an edit on a version that was not seen is refused; of two writers none is lost.",
+    ),
+    "AT13": (
+        "tools",
+        "An approval suspends the call: allowed, it runs once; denied or expired, it says so; restarts change nothing.",
+    ),
+    "AT14": (
+        "tools",
+        "No text of a model approves anything, and a grant covers one whole call.",
+    ),
+    "AT20": (
+        "tools",
+        "A file tool that was killed at any moment has its effect once, and its result says so.",
+    ),
+}
+"""What users of other agents suffer from when their agents work."""
+
 REQUIREMENTS: dict[str, Requirement] = {
     **{name: Requirement(text, f"contract {name}", part) for name, (part, text) in CONTRACT.items()},
     **{name: Requirement(text, f"guarantee {name}", part) for name, (part, text) in GUARANTEES.items()},
     **{name: Requirement(text, f"security {name}", part) for name, (part, text) in SECURITY.items()},
+    **{name: Requirement(text, f"agents at work {name}", part) for name, (part, text) in WORK.items()},
 }
 
 

@@ -316,6 +316,13 @@ async def test_every_row_is_there_and_numbers_go_on_behind_those_that_were_given
         database,
         "DELETE FROM usage WHERE id = (SELECT max(id) FROM usage)",  # its number was given out
         "UPDATE runs SET agent_id = 'helper', woken_by = '', options = '{}' WHERE id = 'r2'",
+        "INSERT INTO file_versions (session, path, seen, written, call, updated_at)"
+        " VALUES (1, '/w/a.txt', 'a', 'b', 'r1:c', 1)",
+        "INSERT INTO approvals (id, call, run_id, session, session_key, agent_id, tool, question, binding, subject,"
+        " state, created_at, expires_at)"
+        " VALUES ('a1', 'r1:c', 'r1', 1, 'agent:main:main', 'main', 'pay', '{}', 'b', '{}', 'pending', 1, 2)",
+        "INSERT INTO approval_grants (id, agent_id, tool, digest, subject, decided_by, created_at)"
+        " VALUES ('g1', 'main', 'pay', 'd', '{}', 'owner', 1)",
     )
     before = rows_of(database)
     content = digest(database)
@@ -514,7 +521,7 @@ async def test_two_that_do_the_same_at_once_do_it_once(
     assert (await migrate_to_postgres(database, target, ignore)).was_finished
 
 
-async def test_a_server_that_goes_away_is_waited_for_by_nobody_and_loses_nothing(
+async def test_a_lost_server_delays_no_caller_and_loses_nothing(
     database: Path, target: PgServer, postgres: Postgres
 ) -> None:
     def cut(progress: MigrationProgress) -> None:
@@ -533,9 +540,7 @@ async def test_a_server_that_goes_away_is_waited_for_by_nobody_and_loses_nothing
     assert {name: after[name] for name in before} == before
 
 
-async def test_nobody_uses_a_database_that_is_half_there(
-    state: Path, database: Path, target: PgServer
-) -> None:
+async def test_a_partly_created_database_is_not_used(state: Path, database: Path, target: PgServer) -> None:
     with pytest.raises(Stopped):
         await migrate_to_postgres(database, target, Stop("messages"))
     half = everything(target)

@@ -25,10 +25,11 @@ SessionToolsVisibility = Literal["spawned", "all"]
 READ_SCOPE = "operator.read"
 WRITE_SCOPE = "operator.write"
 ADMIN_SCOPE = "operator.admin"
-ALL_SCOPES = frozenset({READ_SCOPE, WRITE_SCOPE, ADMIN_SCOPE})
+APPROVALS_SCOPE = "operator.approvals"
+ALL_SCOPES = frozenset({READ_SCOPE, WRITE_SCOPE, ADMIN_SCOPE, APPROVALS_SCOPE})
 
 _VISIBILITY_WIDTH: dict[Visibility, int] = {"self": 0, "tree": 1, "agent": 2, "all": 3}
-_IMPLIED_SCOPES = {WRITE_SCOPE: {READ_SCOPE}, ADMIN_SCOPE: {READ_SCOPE, WRITE_SCOPE}}
+_IMPLIED_SCOPES = {WRITE_SCOPE: {READ_SCOPE}, ADMIN_SCOPE: {READ_SCOPE, WRITE_SCOPE, APPROVALS_SCOPE}}
 # Stopping a run is as much a write as starting one; reading never stops anything. Changes to a session itself,
 # rather than to its conversation, need the admin scope.
 _SCOPE_FOR: dict[Action, str] = {
@@ -236,6 +237,24 @@ def require_operator(
     require_scope(caller, action)
     if not caller.is_operator:
         raise Forbidden(f"Only operators can see {what}.", hint, action=action)
+
+
+def require_approver(caller: Caller) -> None:
+    """Refuses every caller that may not decide on tool calls: agents, and operators without the scope.
+
+    Raises:
+        Forbidden: the caller is an agent, or its token lacks the scope.
+    """
+    if not caller.is_operator:
+        raise Forbidden(
+            "Agents cannot approve tool calls.", "Wait for a person to decide.", scope=APPROVALS_SCOPE
+        )
+    if APPROVALS_SCOPE not in caller.scopes:
+        raise Forbidden(
+            f"This token may not approve tool calls: it lacks {APPROVALS_SCOPE!r}.",
+            "Use a token that was issued with that scope.",
+            scope=APPROVALS_SCOPE,
+        )
 
 
 def authorize(

@@ -45,8 +45,9 @@ from antiphon.state_access import create_operations, open_operations_readonly
 from antiphon.store import CommitPhase, Store
 from antiphon.store.factory import open_store
 from antiphon.store.statedir import StateDir
-from antiphon.tools import create_session_tools
+from antiphon.tools import create_session_tools, create_work_tools
 from antiphon.transfers.mirror import TranscriptMirror, remove_mark
+from antiphon.workspace.bootstrap import BootstrapReader
 
 __all__ = ["MAX_TOOL_RESULT_CHARACTERS", "App", "open_app", "open_app_operations", "open_operations_readonly"]
 
@@ -111,6 +112,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 runtimes,
                 SessionIdentityResolver(config, session_resolver, toolbox),
                 await store.tx(framing.load_installation_secret),
+                BootstrapReader(home.path),
             )
             engine = _build_engine(config, store, coordination, load_run_setup, session_resolver, options)
             scheduler = Scheduler(
@@ -136,6 +138,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
             )
             create_tools = options.get("tools")
             for tool in [
+                *create_work_tools(config, store, clock, home.path),
                 *create_session_tools(operations),
                 *(create_tools(operations) if create_tools else ()),
             ]:
@@ -250,12 +253,19 @@ class _RunSetupLoader:
     """Builds the setup of a run from the configuration and, for a spawned session, its limits."""
 
     def __init__(
-        self, config: Config, runtimes: RuntimeRegistry, identities: SessionIdentityResolver, secret: bytes
+        self,
+        config: Config,
+        runtimes: RuntimeRegistry,
+        identities: SessionIdentityResolver,
+        secret: bytes,
+        bootstrap: BootstrapReader,
     ) -> None:
         self._secret = secret
+        self._bootstrap = bootstrap
         self._runtimes = runtimes
         self._agents = {agent_id: config.get_agent(agent_id) for agent_id in config.agent_ids}
         self._identities = identities
+        self._approval_timeout_seconds = config.tools.approvals.timeout_seconds
         self._max_subagent_steps = config.agents.defaults.subagents.max_concurrent
         self._subagent_slots: dict[str | None, asyncio.Semaphore] = {}
         """By provider, with None for agents without one, so that a stuck provider does not delay the others."""
@@ -282,13 +292,16 @@ class _RunSetupLoader:
             nonce=nonce,
             runtime=runtime,
             caller=identity.caller,
-            instructions=_build_instructions(agent, claim, nonce),
+            instructions=_build_instructions(
+                agent, claim, nonce, await self._bootstrap.read(agent, claim.session_key)
+            ),
             tools=identity.tools,
             max_steps=agent.max_steps,
             reserve_tokens=agent.compaction.reserve_tokens,
             keep_tokens=agent.compaction.keep_recent_tokens,
             max_result_chars=MAX_TOOL_RESULT_CHARACTERS,
             thinking=agent.thinking_default,
+            approval_timeout_seconds=self._approval_timeout_seconds,
             model=spec.model if spec else None,
         )
 
@@ -296,7 +309,8 @@ class _RunSetupLoader:
         return self._subagent_slots.setdefault(provider, asyncio.Semaphore(self._max_subagent_steps))
 
 
-def _build_instructions(agent: AgentConfig, claim: Claim, nonce: str) -> str:
+def _build_instructions(agent: AgentConfig, claim: Claim, nonce: str, workspace_files: str) -> str:
     own = agent.instructions or f"You are {agent.name or agent.id}, a helpful assistant."
     here = f"This conversation is the session {keys.display_full_key(claim.session_key)!r}."
-    return "\n\n".join(filter(None, [own, here, framing.explain_frames(nonce), claim.instructions]))
+    parts = [own, workspace_files, here, framing.explain_frames(nonce), claim.instructions]
+    return "\n\n".join(filter(None, parts))

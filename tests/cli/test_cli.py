@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -446,7 +447,7 @@ def test_an_export_can_be_imported_elsewhere(program: Program, tmp_path: Path) -
     directory = written["directory"]
     assert "Would import 1" in other.run("sessions", "import", directory, "--dry-run").out
     assert not other.state.exists()
-    assert "Imported 1 sessions with 2 messages" in other.run("sessions", "import", directory).out
+    assert "Imported 1 session with 2 messages" in other.run("sessions", "import", directory).out
     assert other.run("sessions", "import", directory, "--json").json["skipped"] == 1
     assert other.run("sessions", "list", "--json").json["sessions"][0]["sessionId"] == row["sessionId"]
     assert other.say("say and on it goes") == "and on it goes\n"
@@ -805,6 +806,34 @@ def test_no_colours_where_none_are_wanted(program: Program) -> None:
 def test_json_is_not_for_a_person(program: Program) -> None:
     with program.terminal("chat", "--json") as terminal:
         assert terminal.ended() == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"),
+    [
+        (["sessions", "list", "--limit", "few"], "'few' is not a whole number from 1 to 200."),
+        (["sessions", "list", "--limit", "0"], "'0' is not a whole number from 1 to 200."),
+        (["send", "main", "x", "--wait", "long"], "'long' is not a number of seconds from 0 to 31622400"),
+        (["sessions", "list", "--active", "0"], "'0' is not a number of minutes above 0 to 1000000000"),
+    ],
+)
+def test_a_number_out_of_range_is_answered_with_the_range(
+    program: Program, arguments: list[str], allowed: str
+) -> None:
+    refused = program.run(*arguments)
+    assert (refused.code, allowed in refused.err) == (2, True), refused.err
+
+
+def test_a_function_is_not_shown_as_the_rehearsal_model(program: Program) -> None:
+    module = program.home / "greeter.py"
+    module.write_text("async def answer(prompt):\n    return 'hello'\n")
+    runtime = {"type": "function", "target": "greeter:answer"}
+    program.configure({"agents": {"list": [{"id": "main", "runtime": runtime}]}})
+    program = replace(program, extra={"PYTHONPATH": str(program.home)})
+    assert program.say("hi") == "hello\n"
+    [row] = program.run("sessions", "list", "--json").json["sessions"]
+    assert "rehearsal" not in str(row.get("model"))
+    assert "rehearsal" not in program.run("sessions", "list").out
 
 
 def test_the_module_is_the_program(program: Program) -> None:

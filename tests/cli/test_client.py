@@ -217,7 +217,7 @@ async def test_refusals_are_the_errors_they_were(program: Program) -> None:
         assert "wrong" not in repr(Site(gateway.url, "wrong"))
 
 
-async def test_nobody_there(program: Program) -> None:
+async def test_the_port_is_closed(program: Program) -> None:
     with pytest.raises(GatewayUnreachable) as nobody:
         async with make_client(program, "ws://127.0.0.1:1", "x"):
             pass

@@ -60,7 +60,7 @@ def test_reading_gives_the_same(program: Program) -> None:
     assert program.run("chat", "--session", "cron:other", "--message", "say there").code == 0
     assert program.run("cron", "add", "--name", "n", "--message", "say x", "--every", "1h").code == 0
     assert program.run("chat", stdin="/new\nsay new\n").code == 0
-    earlier = program.run("sessions", "past", "main", "--json").json[-1]["sessionId"]
+    earlier = program.run("sessions", "past", "main", "--json").json["conversations"][-1]["sessionId"]
     questions = [*READING, ["sessions", "history", earlier, "--json"]]
     without = [program.run(*arguments) for arguments in questions]
     with up(program):
@@ -202,7 +202,7 @@ def test_a_configured_token_is_used(program: Program) -> None:
 
 
 @pytest.mark.parametrize("url", ["ws://127.0.0.1:1", "http://127.0.0.1:1"])
-def test_nobody_answers_there(program: Program, url: str) -> None:
+def test_nothing_answers_at_the_address(program: Program, url: str) -> None:
     for command in (["status"], ["sessions", "list"], ["send", "main", "hi"], ["chat", "--message", "hi"]):
         done = program.run(*command, "--url", url, "--json")
         assert (done.code, done.error["code"]) == (5, "unavailable"), command
@@ -247,9 +247,9 @@ def test_what_owns_the_directory_says_who_does(program: Program) -> None:
 def test_an_earlier_conversation_comes_back_beside_a_gateway(program: Program) -> None:
     with up(program):
         program.say("say hello")
-        [first] = program.run("sessions", "past", "main", "--json").json
+        [first] = program.run("sessions", "past", "main", "--json").json["conversations"]
         assert program.run("chat", stdin="/new\n").code == 0
-        assert len(program.run("sessions", "past", "main", "--json").json) == 2
+        assert len(program.run("sessions", "past", "main", "--json").json["conversations"]) == 2
         back = program.run("sessions", "restore", first["sessionId"], "--json").json
         assert (back["key"], back["sessionId"]) == ("agent:main:main", first["sessionId"])
 
@@ -308,6 +308,20 @@ def test_jobs(program: Program, beside: bool) -> None:
         return
     with up(program):
         _check_jobs(program)
+
+
+def test_a_failed_run_of_a_job_is_an_exit_code_and_keeps_its_key_in_a_pipe(program: Program) -> None:
+    reason = "a very long reason with much to read until its very last word"
+    add = ("cron", "add", "--every", "6h", "--name")
+    assert program.run(*add, "fails", "--message", f"fail {reason}").code == 0
+    failed = program.run("cron", "run", "fails")
+    assert (failed.code, failed.out.startswith("Accepted: run "), reason in failed.err) == (8, True, True)
+    failed = program.run("cron", "run", "fails", "--json")
+    assert (failed.code, failed.json["ran"], failed.err) == (8, True, "")
+    heading, *rows, _ = program.run("cron", "runs", "fails").out.splitlines()
+    runs = program.run("cron", "runs", "fails", "--json").json["runs"]
+    assert [row[heading.index("RUN") :].split()[0] for row in rows] == [run["runId"] for run in runs]
+    assert [row[heading.index("ERROR") :] for row in rows] == [run["error"] for run in runs]
 
 
 def _check_jobs(program: Program) -> None:

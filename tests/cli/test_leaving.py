@@ -340,13 +340,16 @@ async def test_all_who_ask_a_lost_gateway_wait_together(
         async def find() -> Site:
             return site
 
-        async with asyncio.timeout(BOUND), Client(find, told.append) as desk:
-            assert desk.reconnect_deadline is None
+        async with asyncio.timeout(BOUND), Client(find, told.append) as program_with_helper:
+            assert program_with_helper.reconnect_deadline is None
             await asyncio.to_thread(gateway.stop)
             since = asyncio.get_running_loop().time()
-            questions = [desk.submit(IncomingMessage(session="main", content=f"say {n}")) for n in range(8)]
+            questions = [
+                program_with_helper.submit(IncomingMessage(session="main", content=f"say {n}"))
+                for n in range(8)
+            ]
             outcomes = await asyncio.gather(*questions, return_exceptions=True)
             assert {type(outcome) for outcome in outcomes} == {GatewayUnreachable}
             assert asyncio.get_running_loop().time() - since < 4 * client.RECONNECT_TIMEOUT_SECONDS
-            assert desk.reconnect_deadline is not None
+            assert program_with_helper.reconnect_deadline is not None
     assert told == ["Lost the connection to the gateway; reconnecting…"]

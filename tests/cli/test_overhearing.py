@@ -14,7 +14,7 @@ from antiphon.cli.chat.renderer import ChatRenderer
 from antiphon.client.feed import FeedPosition
 from cli.gateways import up
 from cli.terminal import BOUND, Program, Terminal
-from cli.test_delegating import CONFIG, HELPER, desk  # pyright: ignore[reportUnusedImport]  # noqa: F401
+from cli.test_delegating import CONFIG, HELPER, program_with_helper  # pyright: ignore[reportUnusedImport]  # noqa: F401
 
 pytestmark = pytest.mark.requirement("R")
 
@@ -30,9 +30,9 @@ def say(terminal: Terminal, *lines: str) -> None:
 
 @pytest.mark.requirement("P4", "P6")
 @pytest.mark.parametrize("announce", ["channel", "parent"])
-def test_a_report_and_the_answer_to_it_are_shown_once(desk: Program, announce: str) -> None:  # noqa: F811
+def test_a_report_and_the_answer_to_it_are_shown_once(program_with_helper: Program, announce: str) -> None:  # noqa: F811
     spawn = f'{{"task": "slow 1 it is 42", "label": "kid", "announce": "{announce}"}}'
-    with desk.terminal("chat") as terminal:
+    with program_with_helper.terminal("chat") as terminal:
         terminal.expect("you> ")
         say(terminal, f"call sessions_spawn {spawn}", "call sessions_yield {}")
         terminal.expect("main> Turn yielded.\nyou> ")
@@ -49,16 +49,16 @@ def test_a_report_and_the_answer_to_it_are_shown_once(desk: Program, announce: s
         assert terminal.text.count("Result: it is 42") == 1
         assert terminal.text.count("Their reports are in.") == 1
         assert "The sub-agents you were waiting for" not in terminal.text
-    told = desk.run(*HISTORY).out
+    told = program_with_helper.run(*HISTORY).out
     assert f'main> · sessions_spawn → kid: "slow 1 it is 42" {{"announce":"{announce}"}}' in told
     assert "report from kid> Status: ok" in told
     assert "wake> The sub-agents" in told
 
 
 @pytest.mark.requirement("S5", "003-reply-back-limit")
-def test_the_end_of_an_exchange_is_one_line(desk: Program) -> None:  # noqa: F811
-    desk.run("send", HELPER, "say hello", "--wait", "30")
-    with desk.terminal("chat") as terminal:
+def test_the_end_of_an_exchange_is_one_line(program_with_helper: Program) -> None:  # noqa: F811
+    program_with_helper.run("send", HELPER, "say hello", "--wait", "30")
+    with program_with_helper.terminal("chat") as terminal:
         terminal.expect("you> ")
         wanted = f'{{"sessionKey": "{HELPER}", "message": "say say say pong", "timeoutSeconds": 20}}'
         say(terminal, f"call sessions_send {wanted}", "say done")
@@ -80,21 +80,21 @@ def test_the_end_of_an_exchange_is_one_line(desk: Program) -> None:  # noqa: F81
 
 
 @pytest.mark.requirement("H1")
-def test_a_history_names_speakers_and_times_and_indents_what_goes_on(desk: Program) -> None:  # noqa: F811
-    assert desk.run("send", HELPER, "say hello", "--wait", "30").code == 0
-    assert desk.run("send", "main", "say one\nsay two", "--wait", "30").code == 0
+def test_a_history_names_speakers_and_times_and_indents_what_goes_on(program_with_helper: Program) -> None:  # noqa: F811
+    assert program_with_helper.run("send", HELPER, "say hello", "--wait", "30").code == 0
+    assert program_with_helper.run("send", "main", "say one\nsay two", "--wait", "30").code == 0
     sent = ("send", HELPER, "say say yes", "--from", "main", "--reply-back", "2", "--no-announce")
-    assert desk.run(*sent, "--wait", "30", "--key", "k1").code == 0
+    assert program_with_helper.run(*sent, "--wait", "30", "--key", "k1").code == 0
     until = time.monotonic() + BOUND
-    while desk.run("exchanges", "--unsettled", "--json").json["exchanges"]:
+    while program_with_helper.run("exchanges", "--unsettled", "--json").json["exchanges"]:
         assert time.monotonic() < until
-    day, *lines = desk.run("sessions", "history", "main").out.splitlines()
+    day, *lines = program_with_helper.run("sessions", "history", "main").out.splitlines()
     assert re.fullmatch(r" {6}\d{4}-\d\d-\d\d", day)
     told = "\n".join(re.sub(r"^( {3}[ \d]\d) \d\d:\d\d:\d\d ", r"\1 ", line) for line in lines)
     assert "    1 you> say one\n               say two\n    2 main> one\n               two\n" in told
     assert " ↔ helper> say yes\n" in told
     assert " main ↔ helper, turn 1/2> yes" in told
-    other = desk.run("sessions", "history", HELPER).out
+    other = program_with_helper.run("sessions", "history", HELPER).out
     assert " ↔ main> say say yes\n" in other
     assert " helper ↔ main> say yes\n" in other
     assert " ↔ main, turn 1/2> yes\n" in other

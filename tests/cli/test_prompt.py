@@ -226,6 +226,20 @@ def test_the_history_is_trimmed_to_a_size_while_it_grows(tmp_path: Path) -> None
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+def test_every_command_is_in_the_menu(program: Program) -> None:
+    with open_chat(program) as terminal:
+        terminal.expect("you> ")
+        terminal.press(b"/")
+        terminal.expect("/new +start (.*\n)+ */help .*\n */quit +leave")
+
+
+def test_a_command_without_an_argument_refuses_one(program: Program) -> None:
+    program.say("say hello")
+    refused = program.run("chat", stdin="/new now\n")
+    assert (refused.code, "/new takes no argument" in refused.err) == (2, True)
+    assert len(program.run("sessions", "past", "main", "--json").json["conversations"]) == 1
+
+
 def test_a_command_is_completed(program: Program) -> None:
     with open_chat(program) as terminal:
         terminal.expect("you> ")

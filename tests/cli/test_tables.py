@@ -49,6 +49,28 @@ def test_a_narrow_terminal_says_which_cell_is_which(used: Program) -> None:
     assert not any("KEY" in line for line in lines)
 
 
+def test_lines_are_wrapped_between_words(program: Program) -> None:
+    path = str(program.state)
+    lines = shown(program, 60, "doctor")
+    text = " ".join(" ".join(lines).split())
+    assert path in text
+    assert " ".join(program.run("doctor").out.split()) == text
+    assert [
+        line for line in lines if len(line) > 60 and not any(len(word) > 40 for word in line.split())
+    ] == []
+    answer = " ".join(["word"] * 30)
+    lines = shown(program, 60, "agent", "--message", f"say {answer}")
+    assert {word for line in lines if "Accepted" not in line for word in line.split()} >= {"word"}
+    assert [line for line in lines if line.startswith("word") and len(line) > 60] == []
+
+
+def test_hints_name_the_program_as_it_was_called(program: Program) -> None:
+    program = replace(program, extra={"ANTIPHON_COMMAND": "./antiphon"})
+    sent = program.run("send", "main", "say hello")
+    assert "The answer: ./antiphon sessions history agent:main:main" in sent.err
+    assert "start it with: ./antiphon up" in program.run("status").out
+
+
 def test_a_pipe_gets_one_complete_line_for_each_row(used: Program) -> None:
     [task] = used.run("subagents", "--json").json["subagents"]
     heading, row, _ = used.run("subagents").out.splitlines()

@@ -250,7 +250,7 @@ def test_the_log_is_json_lines_that_can_be_searched_by_run(tmp_path: Path) -> No
     assert "WARNING antiphon.test: Run 'r1' \ufffd[31mfailed" in done.stderr
 
 
-def test_it_goes_on_though_nobody_listens_to_what_it_says(program: Program) -> None:
+def test_it_continues_without_listeners(program: Program) -> None:
     process = program.start("up", "--port", "0")
     assert process.stdout is not None
     process.stdout.close()

@@ -64,7 +64,7 @@ def test_a_label_is_given_and_taken_away(talked: Program) -> None:
     assert [session.get("label") for session in listed] == [None, None]
 
 
-def test_a_session_is_deleted_when_somebody_means_it(talked: Program) -> None:
+def test_a_session_is_deleted_after_confirmation(talked: Program) -> None:
     assert talked.run("sessions", "delete", SIDE).code == 2
     assert talked.run("sessions", "delete", "main", "--yes").code == 2
     with talked.terminal("sessions", "delete", SIDE) as terminal:
@@ -86,7 +86,7 @@ def test_a_session_is_deleted_when_somebody_means_it(talked: Program) -> None:
 
 def past(program: Program, session: str) -> tuple[str, str]:
     """The current conversation of a session, and the one before it."""
-    current, old = program.run("sessions", "past", session, "--json").json
+    current, old = program.run("sessions", "past", session, "--json").json["conversations"]
     assert current.get("endedAt") is None
     return current["sessionId"], old["sessionId"]
 
@@ -161,7 +161,7 @@ def test_what_is_being_answered_is_not_reset(talked: Program) -> None:
         assert "main> later\n" in terminal.text
         terminal.type("/quit")
         assert terminal.ended() == 0
-    assert len(talked.run("sessions", "past", "main", "--json").json) == 1
+    assert len(talked.run("sessions", "past", "main", "--json").json["conversations"]) == 1
 
 
 def test_nothing_is_made_where_nothing_is(program: Program) -> None:
@@ -197,7 +197,7 @@ def talked_much(program: Program, entries: int) -> None:
 
 
 @pytest.mark.requirement("G13")
-def test_who_searches_locks_nobody_out(program: Program) -> None:
+def test_a_search_locks_no_writer_out(program: Program) -> None:
     talked_much(program, 4000)
     process = program.start("sessions", "search", "entry3999", "--json")
     codes = [program.run("sessions", "label", "main", "one").code]
@@ -253,7 +253,7 @@ def test_deleting_plays_nothing(program: Program) -> None:
 
 
 @pytest.mark.requirement("G16", "G2")
-def test_what_nobody_answers_any_more_is_in_nobodys_way(program: Program) -> None:
+def test_an_abandoned_wait_blocks_no_other(program: Program) -> None:
     """A gateway was killed, and there is none that could be told to stop."""
     program.say("say hello")
     old = program.run("sessions", "list", "--json").json["sessions"][0]["sessionId"]

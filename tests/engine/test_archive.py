@@ -156,7 +156,13 @@ async def test_files_stay_while_their_child_is_at_work(tmp_path: Path) -> None:
     ) as agents:
         await agents.open_sessions(MAIN)
         said = await spawned(agents, attachments=[FILE])
-        file = tmp_path / "workspaces" / "main" / said["attachments"]["relDir"] / "a.txt"
+        file = (
+            tmp_path
+            / "workspaces/main/subagents"
+            / said["childSessionKey"].rpartition(":")[2]
+            / said["attachments"]["relDir"]
+            / "a.txt"
+        )
         run_id = await agents.say("more", said["childSessionKey"])
         await wait_for_event(begun)
         clock.advance(seconds=3600)
@@ -176,7 +182,7 @@ async def test_files_that_a_crash_left_behind_go_with_the_next_sweep(
 ) -> None:
     clock = ManualClock()
 
-    def die(workspace: Path, folder: str) -> None:
+    def die(workspace: Path, folder: str, *, below: str = "") -> None:
         raise SystemError("the process ends here")
 
     async with open_agents_fixture(
@@ -184,7 +190,13 @@ async def test_files_that_a_crash_left_behind_go_with_the_next_sweep(
     ) as agents:
         await agents.open_sessions(MAIN)
         said = await spawned(agents, attachments=[FILE], cleanup=cleanup)
-        file = tmp_path / "workspaces" / "main" / said["attachments"]["relDir"] / "a.txt"
+        file = (
+            tmp_path
+            / "workspaces/main/subagents"
+            / said["childSessionKey"].rpartition(":")[2]
+            / said["attachments"]["relDir"]
+            / "a.txt"
+        )
         clock.advance(seconds=3600)
         with monkeypatch.context() as crash:
             crash.setattr(attachments, "remove", die)
@@ -275,7 +287,7 @@ async def test_records_that_are_over_go_by_the_same_time_as_archived_sessions(tm
 
 
 @pytest.mark.requirement("G21", "G14", "G7")
-async def test_records_that_somebody_still_needs_stay(tmp_path: Path) -> None:
+async def test_records_that_are_still_needed_stay(tmp_path: Path) -> None:
     clock = ManualClock()
     group = "agent:main:discord:group:g1"
     begun, release = asyncio.Event(), asyncio.Event()

@@ -186,7 +186,7 @@ async def test_a_session_that_is_gone_has_no_page_but_a_channel_still_has_its_pl
 
 
 @pytest.mark.requirement("G3")
-async def test_a_logical_message_is_one_row_whoever_posts_it_again(tmp_path: Path) -> None:
+async def test_a_logical_message_posted_again_is_one_row(tmp_path: Path) -> None:
     discord = RecordingChannel()
     async with post_office(tmp_path, {"discord": discord}) as post:
         for words in ("first", "second"):
@@ -244,7 +244,7 @@ async def test_a_doubtful_send_is_on_record_and_not_repeated(tmp_path: Path) -> 
 @pytest.mark.requirement("G3")
 async def test_where_keys_are_honoured_a_doubtful_send_is_repeated_and_has_one_effect(tmp_path: Path) -> None:
     failures = iter([LOST, LOST, None])
-    discord = RecordingChannel(keyed=True, fails=lambda key: next(failures))
+    discord = RecordingChannel(is_idempotent=True, fails=lambda key: next(failures))
     async with post_office(tmp_path, {"discord": discord}) as post:
         await post.put("k")
         for attempt in (1, 2):
@@ -270,18 +270,20 @@ async def test_a_channel_that_does_not_answer_leaves_a_doubt(
 
 
 @pytest.mark.requirement("G3", "G2")
-@pytest.mark.parametrize(("keyed", "state", "effects"), [(True, "delivered", 1), (False, "ambiguous", 0)])
+@pytest.mark.parametrize(
+    ("is_idempotent", "state", "effects"), [(True, "delivered", 1), (False, "ambiguous", 0)]
+)
 async def test_what_a_dead_process_had_in_hand_is_sent_again_or_doubted(
-    tmp_path: Path, keyed: bool, state: str, effects: int
+    tmp_path: Path, is_idempotent: bool, state: str, effects: int
 ) -> None:
-    discord = RecordingChannel(keyed=keyed)
+    discord = RecordingChannel(is_idempotent=is_idempotent)
     async with post_office(tmp_path) as post:
         query_database(tmp_path / DATABASE, "INSERT INTO owners (id, lease_until) VALUES ('dead', 0)")
         await post.store.tx(_in_hand, post)
     async with post_office(tmp_path, {"discord": discord}, owner="next") as post:
         row = await post.state("k", state)
         assert len(discord.posts) == effects
-        assert keyed or "Look there before" in row["error"]
+        assert is_idempotent or "Check the channel" in row["error"]
 
 
 async def _in_hand(tx: Any, post: Post) -> None:
@@ -346,15 +348,15 @@ async def test_what_cannot_even_be_read_is_told_of_with_its_place_and_not_tried_
 
 
 @pytest.mark.requirement("G3")
-@pytest.mark.parametrize("keyed", [True, False])
+@pytest.mark.parametrize("is_idempotent", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 async def test_whatever_fails_and_whenever_it_is_restarted_nothing_is_sent_twice(
-    tmp_path: Path, seed: int, keyed: bool
+    tmp_path: Path, seed: int, is_idempotent: bool
 ) -> None:
     """Each message has one effect, or, where keys mean nothing, at most one and a doubt that can be seen."""
     chance = random.Random(seed)
     discord = RecordingChannel(
-        keyed=keyed,
+        is_idempotent=is_idempotent,
         fails=lambda key: chance.choice([None, None, unsent(), LOST, unsent(final=chance.random() < 0.1)]),
     )
     clock = ManualClock()
@@ -387,7 +389,7 @@ async def test_whatever_fails_and_whenever_it_is_restarted_nothing_is_sent_twice
 @pytest.mark.requirement("G3")
 async def test_a_no_after_a_doubtful_attempt_leaves_the_doubt(tmp_path: Path) -> None:
     failures = iter([LOST, unsent(final=True)])
-    discord = RecordingChannel(keyed=True, fails=lambda key: next(failures))
+    discord = RecordingChannel(is_idempotent=True, fails=lambda key: next(failures))
     async with post_office(tmp_path, {"discord": discord}) as post:
         await post.put("k")
         await post.state("k", "pending", 1)
@@ -414,7 +416,7 @@ async def test_a_channel_that_is_not_there_is_said_and_set_up_later_it_can_be_de
         await agents.wait_until_idle()
         page = await agents.operations.deliveries.list(OPERATOR, "dead")
         (dead,) = page.deliveries
-        assert "There is no channel 'discord' here." in (dead.error or "")
+        assert "Channel 'discord' is not configured." in (dead.error or "")
         assert page.standing == {"dead": 1}
     discord = RecordingChannel()
     async with open_agents_fixture(config, tmp_path, channels={"discord": discord}) as agents:

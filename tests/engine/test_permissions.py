@@ -80,6 +80,10 @@ def test_an_envelope_is_stored_as_it_is(envelope: SubagentPermissions) -> None:
 # --- in the house ---
 
 
+OTHER_TOOLS = ["edit", "apply_patch", "group:web", "group:runtime"]
+"""Built-in tools besides those that `tools` replaces."""
+
+
 def tools(operations: Operations) -> list[Tool]:
     async def look(call: ToolRequest) -> ToolOutput:
         return ToolOutput(text="looked")
@@ -106,6 +110,7 @@ async def test_a_tool_that_the_parent_does_not_have_the_child_has_not_either(tmp
             "subagents": {"allowAgents": ["helper"]},
         },
         {"id": "helper", "tools": {"deny": ["write"]}},
+        tools={"deny": OTHER_TOOLS},
     )
     async with open_agents_fixture(config, tmp_path, functions={"helper": helper}, tools=tools) as agents:
         await agents.ask("hello", HELPER)
@@ -205,7 +210,7 @@ async def test_down_a_tree_of_agents_an_envelope_only_shrinks(tmp_path: Path) ->
 @pytest.mark.requirement("SEC6")
 async def test_what_is_granted_later_does_not_widen_a_child_that_is_there(tmp_path: Path) -> None:
     main = ScriptedAgent(".")
-    narrow = make_agents_config(tools={"deny": ["write"], "sessions": {"visibility": "tree"}})
+    narrow = make_agents_config(tools={"deny": ["write", *OTHER_TOOLS], "sessions": {"visibility": "tree"}})
     async with open_agents_fixture(narrow, tmp_path, functions={"main": main}, tools=tools) as agents:
         await agents.open_sessions(MAIN)
         child = (await agents.use("sessions_spawn", task="work"))["childSessionKey"]
@@ -228,7 +233,9 @@ async def test_what_is_granted_later_does_not_widen_a_child_that_is_there(tmp_pa
 @pytest.mark.anyio
 @pytest.mark.requirement("SEC6", "P2")
 async def test_an_operators_child_is_within_its_requesters_envelope_too(tmp_path: Path) -> None:
-    config = make_agents_config({"id": "main", "default": True, "tools": {"deny": ["shell"]}}, "helper")
+    config = make_agents_config(
+        {"id": "main", "default": True, "tools": {"deny": ["shell"]}}, "helper", tools={"deny": OTHER_TOOLS}
+    )
     async with open_agents_fixture(config, tmp_path, tools=tools) as agents:
         spawned = await agents.operations.subagents.spawn(
             OPERATOR, SpawnRequest(task="say .", agent_id="main")
@@ -255,14 +262,14 @@ async def _imported(path: Path, config: Config) -> None:
 @pytest.mark.requirement("P3", "SEC6", "003-spawn-tools", "003-spawn-tools-config")
 @pytest.mark.parametrize("imported", [True, False])
 @pytest.mark.parametrize("also", [[], ["sessions_spawn", "agents_list"]])
-async def test_a_sub_agent_that_nobody_spawned_here_has_what_a_leaf_has(
+async def test_a_sub_agent_that_was_not_spawned_here_has_the_tools_of_a_leaf(
     tmp_path: Path, imported: bool, also: list[str]
 ) -> None:
     main = ScriptedAgent(".")
     config = make_agents_config(
         "helper",
         agents={"defaults": {"subagents": {"maxSpawnDepth": 3, "allowAgents": ["*"]}}},
-        tools={"subagents": {"tools": {"alsoAllow": also, "deny": ["write"]}}},
+        tools={"deny": OTHER_TOOLS, "subagents": {"tools": {"alsoAllow": also, "deny": ["write"]}}},
     )
     if imported:
         await _imported(tmp_path, config)

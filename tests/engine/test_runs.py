@@ -320,7 +320,7 @@ async def test_a_deadline_outlives_the_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.requirement("G17", "P6")
-async def test_a_deadline_is_kept_to_the_second_by_whoever_plays_the_run(tmp_path: Path) -> None:
+async def test_the_process_that_executes_a_run_keeps_its_deadline_to_the_second(tmp_path: Path) -> None:
     agent = Held()
     async with open_app_fixture(tmp_path, agent, timings=SLOW) as app:
         await app.say("long", idempotency_key="long", timeout_seconds=1.5)
@@ -1041,7 +1041,7 @@ async def test_what_a_rehearsal_is_told_to_say_is_not_logged(
     assert "diary" not in line
 
 
-async def test_a_run_that_is_stopped_late_or_somebody_elses_fault_is_not_in_the_log(
+async def test_a_run_that_is_stopped_or_that_a_caller_broke_is_not_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun = asyncio.Event()

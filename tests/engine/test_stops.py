@@ -62,7 +62,7 @@ class Waiting:
 
 
 @pytest.mark.requirement("G16", "G13")
-async def test_what_somebody_plays_in_a_shared_store_is_not_taken_for_abandoned(tmp_path: Path) -> None:
+async def test_a_run_of_another_process_in_a_shared_store_is_not_abandoned(tmp_path: Path) -> None:
     agent = Waiting()
     async with open_app_fixture(tmp_path, agent) as app:
         run_id = await app.say("one")

@@ -80,7 +80,9 @@ def test_a_stranger_cannot_fill_a_message_by_fragments(gateway: AttackedGateway)
     ],
     ids=["empty continuations", "pings"],
 )
-def test_a_flood_of_empty_frames_delays_nobody(gateway: AttackedGateway, first: bytes, flood: bytes) -> None:
+def test_a_flood_of_empty_frames_delays_no_other_client(
+    gateway: AttackedGateway, first: bytes, flood: bytes
+) -> None:
     """At 0.5 MiB/s, as one small connection can."""
     burst = flood * (64 * 1024 // len(flood))
     with HealthProbe(gateway) as witness, gateway.raw() as peer:
@@ -108,7 +110,7 @@ def test_pongs_do_not_pile_up_for_a_peer_that_never_reads(gateway: AttackedGatew
 
 
 @pytest.mark.parametrize("count", [64, 200])
-def test_silent_sockets_lock_nobody_out(gateway: AttackedGateway, count: int) -> None:
+def test_silent_sockets_lock_no_client_out(gateway: AttackedGateway, count: int) -> None:
     with ExitStack() as stack:
         peers = gateway.silent(count, stack)
         for _ in range(3):
@@ -118,7 +120,7 @@ def test_silent_sockets_lock_nobody_out(gateway: AttackedGateway, count: int) ->
         assert not ended(peers[-1], seconds=0.2), "and the newest stays"
 
 
-def test_connections_that_never_send_a_head_lock_nobody_out(tmp_path: Path) -> None:
+def test_connections_that_never_send_a_head_lock_no_client_out(tmp_path: Path) -> None:
     with start_attacked_gateway(tmp_path, files=256) as gateway, ExitStack() as stack:
         address = ("127.0.0.1", gateway.port)
         peers = [stack.enter_context(socket.create_connection(address, BOUND)) for _ in range(400)]

@@ -37,6 +37,7 @@ from support.gateway_ws import (
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("V3", "W7", "SEC4")]
 
 INDEX = ("message_words", "search_cursor")
+APPROVALS = "operator.approvals"
 SPARE = "agent:main:dashboard:spare"
 SEND = {"message": "words", "idempotencyKey": "k"}
 JOB = {
@@ -98,6 +99,11 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "sessions.abort": (WRITE, {"key": SPARE}),
     "tools.invoke": (WRITE, {"name": "peek", "args": {"key": f"{SPARE}-1"}, "sessionKey": f"{SPARE}-1"}),
     "sessions.patch": (WRITE, {"key": SPARE, "label": "changed"}),
+    "exec.approval.list": (APPROVALS, {}),
+    "exec.approval.resolve": (APPROVALS, {"id": "none", "decision": "deny"}),
+    "exec.approval.waitDecision": (APPROVALS, {"id": "none"}),
+    "exec.approval.grants": (APPROVALS, {}),
+    "exec.approval.revoke": (APPROVALS, {"id": "none"}),
     "deliveries.retry": (ADMIN, {"key": "task:dead"}),
     "chat.inject": (ADMIN, {"sessionKey": MAIN, "message": "x"}),
     "sessions.reset": (ADMIN, {"key": SPARE}),
@@ -109,7 +115,10 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "cron.remove": (ADMIN, {"id": "job"}),
 }  # fmt: skip
 
-NOTHING_THERE = ("send", "sessions.restore", "exchanges.get")  # no channel, earlier conversation or exchange
+NOTHING_THERE = (  # no channel, earlier conversation, exchange, approval or grant
+    *("send", "sessions.restore", "exchanges.get"),
+    *("exec.approval.resolve", "exec.approval.waitDecision", "exec.approval.revoke"),
+)
 CHAT = {"model": "antiphon", "messages": [{"role": "user", "content": "hi"}]}
 # What each route needs: a scope, nothing, or the token of hooks.
 ROUTES: dict[tuple[str, str], tuple[str, Any]] = {
@@ -137,7 +146,8 @@ CLOSURE: dict[str | None, set[str]] = {
     None: set(),
     READ: {READ},
     WRITE: {READ, WRITE},
-    ADMIN: {READ, WRITE, ADMIN},
+    ADMIN: {READ, WRITE, ADMIN, APPROVALS},
+    APPROVALS: {APPROVALS},
 }
 MODES: dict[str, dict[str, Any]] = {
     "token": {},

@@ -36,7 +36,7 @@ SEED = 1
 PER_METHOD = 30
 RAW = 160
 MIB = 2**20
-FAULT = "The gateway failed at this"
+FAULT = "Internal error."
 
 WORDS: list[Any] = [
     "", " ", "main", MAIN, "agent:main:dashboard:f", "agent::", "agent:nobody:main", "global", "current", "x" * 600,

@@ -184,7 +184,7 @@ async def test_a_live_stream_leaves_tool_results_out_unless_they_are_wanted(tmp_
             assert [event.json["messageSeq"] for event in await plain.take(3)] == [1, 2, 4]
 
 
-async def test_whoever_comes_back_gets_what_it_missed_and_nothing_twice(
+async def test_a_returning_client_gets_what_it_missed_and_nothing_twice(
     http_gateway: HttpGatewayFixture,
 ) -> None:
     await http_gateway.ask("one")

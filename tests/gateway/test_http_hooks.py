@@ -137,7 +137,7 @@ async def test_only_the_hooks_own_secret_opens_them(tmp_path: Path) -> None:
         assert reply.status_code == 400
 
 
-async def test_a_field_that_nobody_knows_is_refused_by_its_name(tmp_path: Path) -> None:
+async def test_an_unknown_field_is_refused_by_its_name(tmp_path: Path) -> None:
     async with opened(tmp_path) as http_gateway:
         for body, field in (
             ({"mesage": "x"}, "mesage"),

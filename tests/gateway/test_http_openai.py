@@ -362,7 +362,7 @@ async def test_a_client_that_leaves_stops_nothing_and_is_not_waited_for(tmp_path
 @pytest.mark.parametrize(
     ("path", "more"), [("/v1/chat/completions", {"messages": [user("x")]}), ("/v1/responses", {"input": "x"})]
 )
-async def test_whoever_waits_is_told_when_the_gateway_closes(
+async def test_waiting_clients_learn_that_the_gateway_closes(
     tmp_path: Path, path: str, more: dict[str, Any]
 ) -> None:
     began = asyncio.Event()

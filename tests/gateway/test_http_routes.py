@@ -37,7 +37,7 @@ BODIES = {
 
 
 @pytest.mark.requirement("W7")
-async def test_nobody_gets_in_without_a_secret(http_gateway: HttpGatewayFixture) -> None:
+async def test_a_client_without_a_secret_is_refused(http_gateway: HttpGatewayFixture) -> None:
     for method, path in PROTECTED:
         reply = await http_gateway.stranger.request(method, path)
         assert reply.status_code == 401, path
@@ -256,7 +256,7 @@ async def test_a_body_of_another_type_is_refused(http_gateway: HttpGatewayFixtur
 
 
 @pytest.mark.requirement("W5")
-async def test_what_nobody_expected_is_logged_and_told_without_details(
+async def test_an_unexpected_error_is_logged_and_reported_without_details(
     http_gateway: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def broken(*_: object) -> None:

@@ -211,7 +211,7 @@ async def test_a_session_that_was_put_into_a_sandbox_stays_there(tmp_path: Path)
 
 
 @pytest.mark.requirement("SEC4")
-async def test_an_agent_acts_as_nobody_else(tmp_path: Path) -> None:
+async def test_an_agent_acts_only_as_itself(tmp_path: Path) -> None:
     async with opened(tmp_path, Box()) as http_gateway:
         with pytest.raises(Forbidden):
             await http_gateway.app.operations.sessions.act_as(Caller.agent("main", MAIN), MAIN)

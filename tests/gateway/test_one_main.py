@@ -127,7 +127,7 @@ async def test_every_door_takes_every_name_of_the_one_session_and_calls_it_main(
     assert "global" not in caplog.text.lower()
 
 
-async def test_whoever_is_spoken_to_answers_in_the_one_session(tmp_path: Path) -> None:
+async def test_the_addressed_agent_answers_in_the_one_session(tmp_path: Path) -> None:
     agents = {"helper": helper}
     async with (
         open_gateway(tmp_path, main, settings=SETTINGS, agents=agents) as gateway,

@@ -50,7 +50,7 @@ def test_many_at_once_are_all_kept(tmp_path: Path) -> None:
     assert len(names(TokenRegistry.open(tmp_path))) == 17
 
 
-def test_whoever_holds_the_file_for_ever_is_not_waited_for(
+def test_a_process_that_holds_the_file_for_ever_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOCK_TIMEOUT_SECONDS", 0.0)

@@ -18,7 +18,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.requirement("C", "V3")]
 GROUP = "group:sessions"
 LOOKING = {"sessions_list", "sessions_history", "sessions_search", "session_status"}
 ACTING = {"sessions_send", "sessions_spawn", "sessions_yield", "subagents"}
-OTHERS = {"agents_list", "read"}
+OTHERS = {"agents_list", "read", "own"}
+FOR_WORK = {"write", "edit", "apply_patch", "exec", "process", "web_fetch"}
+"""Built-in tools that `tests/test_tool_selection.py` is about."""
 EVERY = LOOKING | ACTING | OTHERS
 
 
@@ -26,7 +28,7 @@ def tools(operations: Operations) -> list[Tool]:
     async def look(call: ToolRequest) -> ToolOutput:
         return ToolOutput(text="looked")
 
-    return [make_tool("read", look)]
+    return [make_tool("read", look), make_tool("own", look)]
 
 
 @pytest.mark.parametrize(
@@ -36,8 +38,10 @@ def tools(operations: Operations) -> list[Tool]:
         ({"allow": [GROUP]}, LOOKING | ACTING),
         ({"allow": [GROUP, "read"], "deny": ["sessions_*"]}, {"session_status", "subagents", "read"}),
         ({"deny": ["group:agents"]}, EVERY - {"agents_list"}),
-        ({"deny": ["group:openclaw"]}, {"read"}),
-        ({"deny": ["group:fs"]}, EVERY),
+        ({"deny": ["group:openclaw"]}, {"read", "own"}),
+        ({"deny": ["Group:FS"]}, EVERY - {"read"}),
+        ({"profile": "minimal"}, {"session_status", "own"}),
+        ({"profile": "minimal", "alsoAllow": ["group:fs"]}, {"session_status", "own", "read"}),
     ],
 )
 @pytest.mark.parametrize("own", [False, True])
@@ -47,15 +51,15 @@ async def test_an_agent_has_what_the_group_stands_for(
     main = {"id": "main", "tools": lists if own else {}}
     settings = {"agents": {"list": [main]}, "tools": {} if own else lists}
     async with open_gateway(tmp_path, settings=settings, tools=tools) as gateway:
-        assert set((await gateway.operations.sessions.act_as(OPERATOR, MAIN)).actor.tools) == left
+        assert set((await gateway.operations.sessions.act_as(OPERATOR, MAIN)).actor.tools) - FOR_WORK == left
 
 
 @pytest.mark.parametrize(
     ("lists", "left"),
     [
-        ({}, {"read"}),
+        ({}, {"read", "own"}),
         ({"allow": [GROUP]}, (LOOKING | ACTING) - {"sessions_spawn"}),  # it is a leaf
-        ({"alsoAllow": [GROUP]}, (LOOKING | ACTING | {"read"}) - {"sessions_spawn"}),
+        ({"alsoAllow": [GROUP]}, (LOOKING | ACTING | {"read", "own"}) - {"sessions_spawn"}),
         ({"alsoAllow": ["*"], "deny": [GROUP]}, OTHERS),
     ],
 )
@@ -69,7 +73,7 @@ async def test_a_sub_agent_has_what_the_group_stands_for(
         )
         assert (await gateway.operations.runs.wait(OPERATOR, spawned.run_id, BOUND)).has_ended
         acting = await gateway.operations.sessions.act_as(OPERATOR, spawned.child_session_key)
-        assert set(acting.actor.tools) == left
+        assert set(acting.actor.tools) - FOR_WORK == left
 
 
 @pytest.mark.requirement("SEC12")
@@ -78,7 +82,7 @@ async def test_a_sub_agent_has_what_the_group_stands_for(
     [
         ({}, LOOKING | {"agents_list"}),
         ({"allow": [GROUP]}, LOOKING | ACTING | {"agents_list"}),
-        ({"allow": [GROUP, "read"], "deny": [GROUP]}, OTHERS),
+        ({"allow": [GROUP, "read"], "deny": [GROUP]}, OTHERS - {"own"}),
     ],
 )
 async def test_over_http_there_is_what_the_group_stands_for(

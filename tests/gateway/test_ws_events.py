@@ -207,7 +207,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return over
 
 
-async def test_a_session_that_is_deleted_while_somebody_catches_up_ends_that_too(
+async def test_deleting_a_session_ends_a_feed_that_catches_up(
     gateway: GatewayFixture, patience: Callable[[], None]
 ) -> None:
     await fill(gateway, 5, OTHER)
@@ -324,7 +324,7 @@ async def test_a_connection_subscribes_to_so_many_sessions_and_no_more(
         await client.call("sessions.messages.subscribe", key=MAIN)
 
 
-async def test_nobody_is_followed_for_nobody(gateway: GatewayFixture) -> None:
+async def test_no_session_is_followed_without_a_subscriber(gateway: GatewayFixture) -> None:
     async with gateway.client() as client:
         await client.call("sessions.messages.subscribe", key=MAIN)
         await wait_until(lambda: _followed(gateway, 1))

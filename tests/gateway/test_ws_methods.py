@@ -138,7 +138,7 @@ async def test_agents_models_commands_and_channels(tmp_path: Path) -> None:
         assert all(model["available"] and model["id"] and model["provider"] for model in models)
         assert (await client.call("chat.metadata"))["models"] == models
         named = {command["name"] for command in (await client.call("commands.list"))["commands"]}
-        assert named == {"stop", "new", "reset", "send"}
+        assert named == {"stop", "new", "reset", "send", "approve"}
         assert (await client.call("channels.status"))["channels"] == {}
         assert (await client.call("question.list"))["questions"] == []
         assert (await client.call("agent.identity.get"))["name"] == "Ann"

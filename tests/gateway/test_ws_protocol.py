@@ -201,7 +201,7 @@ async def test_a_stranger_may_not_say_much(gateway: GatewayFixture) -> None:
         assert big["code"] == "INVALID_REQUEST"
 
 
-async def test_whoever_says_nothing_is_hung_up_on(
+async def test_a_silent_connection_is_closed(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "CONNECT_TIMEOUT_SECONDS", 0.02)
@@ -231,7 +231,7 @@ async def test_a_second_connect_is_refused_and_changes_nothing(gateway: GatewayF
         ({"token": "wrong", "password": "wrong", "deviceToken": "x"}, "AUTH_TOKEN_MISMATCH"),
     ],
 )
-async def test_without_the_token_nobody_gets_in(
+async def test_a_connection_without_the_token_is_refused(
     gateway: GatewayFixture, auth: dict[str, str], code: str
 ) -> None:
     answer, closed = await turned_away(gateway, connect_params(auth=auth))
@@ -797,7 +797,7 @@ LARGE = 300_000
 MANY = 80  # together more than the system itself buffers between two sockets
 
 
-async def test_who_does_not_read_is_dropped_and_delays_nobody(
+async def test_a_client_that_does_not_read_is_dropped_and_delays_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frames, "MAX_BUFFERED_BYTES", 2_000_000)

@@ -130,6 +130,27 @@ UPGRADES = [
         ["UPDATE runs SET target = NULL"],
         {FOR_THE_SHARED_SESSION: FOR_THE_SHARED_SESSION.replace("global", "main")},
     ),
+    Upgrade(
+        17,
+        [],
+        {"SELECT count(*) FROM file_versions": [(0,)]},
+        [
+            "INSERT INTO file_versions (session, path, seen, written, call, updated_at)"
+            " VALUES (1, '/w/a.txt', 'a', 'b', 'r:c', 1)"
+        ],
+    ),
+    Upgrade(
+        18,
+        [],
+        {"SELECT count(*) FROM approvals": [(0,)], "SELECT count(*) FROM approval_grants": [(0,)]},
+        [
+            "INSERT INTO approvals (id, call, run_id, session, session_key, agent_id, tool, question, binding, state,"
+            " created_at, expires_at)"
+            " VALUES ('a1', 'r:c', 'r', 1, 'agent:main:main', 'main', 'pay', '{}', 'b', 'pending', 1, 2)",
+            "INSERT INTO approval_grants (id, agent_id, tool, digest, subject, created_at)"
+            " VALUES ('g1', 'main', 'pay', 'd', '{}', 1)",
+        ],
+    ),
 ]
 RELEASED_SCHEMA = 8
 

@@ -118,9 +118,9 @@ class RecordingChannel:
     """A channel that records what is posted, and fails on demand."""
 
     def __init__(
-        self, *, keyed: bool = False, fails: Callable[[str], Exception | None] | None = None
+        self, *, is_idempotent: bool = False, fails: Callable[[str], Exception | None] | None = None
     ) -> None:
-        self.keyed = keyed
+        self.is_idempotent = is_idempotent
         self.posts: list[tuple[str, Destination, str]] = []
         """Every text that people there would see."""
         self.tries: list[str] = []
@@ -129,7 +129,7 @@ class RecordingChannel:
     async def post(self, key: str, destination: Destination, text: str) -> str | None:
         self.tries.append(key)
         error = self._fails(key) if self._fails else None
-        if not (self.keyed and key in (seen for seen, *_ in self.posts)) and not _unsent(error):
+        if not (self.is_idempotent and key in (seen for seen, *_ in self.posts)) and not _unsent(error):
             self.posts.append((key, destination, text))
         if error:
             raise error

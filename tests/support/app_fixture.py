@@ -29,7 +29,7 @@ from antiphon.engine.sessions.retention import RetentionPolicy
 from antiphon.engine.sessions.session_rows import NewSession
 from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.engine.supervisor import EngineTimings
-from antiphon.engine.toolbox import Tool, Toolbox, ToolOutput, ToolRequest
+from antiphon.engine.toolbox import ApprovalQuestion, Tool, Toolbox, ToolOutput, ToolRequest
 from antiphon.lanes.local import LocalLanes
 from antiphon.messages import AssistantMessage, TextBlock, ToolCall
 from antiphon.operations.context import OperationContext
@@ -119,6 +119,7 @@ async def open_app_fixture(
     max_steps: int = 20,
     reserve_tokens: int = 100,
     keep_tokens: int = 50,
+    approval_timeout_seconds: float = 1800.0,
     on_commit: Callable[[CommitPhase], None] | None = None,
 ) -> AsyncGenerator[AppFixture]:
     """Start an engine on this directory (or beside others on `store`); stop it when the block is left."""
@@ -142,6 +143,7 @@ async def open_app_fixture(
             reserve_tokens=reserve_tokens,
             keep_tokens=keep_tokens,
             max_result_chars=1000,
+            approval_timeout_seconds=approval_timeout_seconds,
         )
 
     engine = Engine(
@@ -185,6 +187,8 @@ def make_tool(
     *,
     settle: bool = False,
     has_side_effects: bool = True,
+    ask: bool = False,
+    needs_approval: Callable[[ToolRequest], Awaitable[ApprovalQuestion | None]] | None = None,
 ) -> Tool:
     spec = ToolSpec(name=name, description=name, parameters={"type": "object"})
     return Tool(
@@ -192,6 +196,8 @@ def make_tool(
         invoke=invoke,
         after_crash="settle" if settle else "report",
         has_side_effects=has_side_effects,
+        ask=ask,
+        needs_approval=needs_approval,
     )
 
 

@@ -92,6 +92,8 @@ class Provider:
     """The ASGI application. Answers come from `script` in order, then `default` for ever."""
 
     default: Answer | Failure = Answer(text=("Hello", " there."))
+    choose: Callable[[Json], Answer] | None = None
+    """Chooses the answer to a request, instead of the script."""
     received: list[Received] = field(default_factory=list[Received])
     recording: bool = True
     disconnected: asyncio.Event = field(default_factory=asyncio.Event)
@@ -133,7 +135,10 @@ class Provider:
         problem = _CHECKS[api](body)
         if problem is not None:
             return await _respond(send, Failure(status=400, body=_invalid(problem)))
-        answer = self._script.popleft() if self._script else self.default
+        if self.choose is not None:
+            answer = self.choose(body)
+        else:
+            answer = self._script.popleft() if self._script else self.default
         if isinstance(answer, Failure):
             return await _respond(send, answer)
         answer = answer if answer.model else replace(answer, model=body["model"])

@@ -108,7 +108,7 @@ async def wired(path: Path, **sections: Any) -> AsyncGenerator[Wire]:
 
 
 @pytest.mark.requirement("K2", "003-key-main-is-own")
-async def test_main_is_the_main_session_of_whoever_says_it(tmp_path: Path) -> None:
+async def test_main_is_the_main_session_of_the_caller(tmp_path: Path) -> None:
     async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
         await agents.ask("say of main", MAIN)
         await agents.ask("say of helper", HELPER)
@@ -579,7 +579,7 @@ async def policy_of(wire: Wire) -> str | None:
 
 
 @pytest.mark.requirement("D2", "003-policy-command")
-async def test_the_owner_and_nobody_else_sets_the_policy_by_a_command(tmp_path: Path) -> None:
+async def test_only_the_owner_sets_the_policy_by_a_command(tmp_path: Path) -> None:
     async with wired(tmp_path) as wire, wire.linked("operator.write") as writer:
         await wire.say("say hello")
         assert await policy_of(wire) is None

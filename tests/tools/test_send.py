@@ -170,7 +170,7 @@ async def test_the_first_message_to_a_main_session_founds_it(tmp_path: Path) -> 
 
 
 @pytest.mark.requirement("K2", "S1", "SEC5")
-async def test_a_main_session_is_founded_for_nobody_who_may_not_send_there(tmp_path: Path) -> None:
+async def test_a_main_session_is_created_only_for_a_permitted_sender(tmp_path: Path) -> None:
     async with open_agents_fixture(
         make_agents_config("helper", tools={"sessions": {"visibility": "agent"}}), tmp_path
     ) as agents:
@@ -680,7 +680,7 @@ async def test_only_the_exact_token_silence_or_a_failure_ends_it(
 
 @pytest.mark.requirement("S5")
 @pytest.mark.parametrize("timeout", [0, 0.02])
-async def test_it_goes_on_though_nobody_waits_for_the_reply(tmp_path: Path, timeout: float) -> None:
+async def test_it_continues_without_a_waiting_requester(tmp_path: Path, timeout: float) -> None:
     helper = Held("say say pong")
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": helper}

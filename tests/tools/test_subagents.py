@@ -161,7 +161,7 @@ async def test_children_that_stay_silent_wake_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.requirement("A2")
-async def test_with_nobody_to_wait_for_the_turn_goes_on(tmp_path: Path) -> None:
+async def test_without_a_child_to_wait_for_the_turn_goes_on(tmp_path: Path) -> None:
     async with open_agents_fixture(make_agents_config(), tmp_path) as agents:
         view = await agents.ask("call sessions_yield {}\nsay going on")
         assert view.reply == "going on"
@@ -185,7 +185,7 @@ async def test_a_wait_for_children_outlives_the_house(tmp_path: Path) -> None:
 
 
 @pytest.mark.requirement("G16", "P5")
-async def test_stopping_the_parent_stops_its_children_and_wakes_nobody(tmp_path: Path) -> None:
+async def test_stopping_the_parent_stops_its_children_and_wakes_no_session(tmp_path: Path) -> None:
     nursery = Nursery("one 1", "two 2")
     async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
         await agents.ask("go")
@@ -420,7 +420,7 @@ async def test_the_report_of_a_worker_whose_manager_is_deleted_goes_further_up_a
         }
         assert set(reports) == {manager, worker}
         assert reports[worker].startswith("Status: cancelled\n")
-        assert f"'{manager}' asked for this and is gone" in reports[worker]
+        assert f"'{manager}' requested this and no longer exists" in reports[worker]
         assert "is gone" not in reports[manager]
 
 
@@ -452,7 +452,7 @@ class Busy(Tree):
 
 @pytest.mark.requirement("P6", "G1", "G16", "G17")
 @pytest.mark.parametrize("noticed", ["while it works", "by the sweeper", "after a restart"])
-async def test_the_time_of_a_manager_is_that_of_its_workers_whoever_notices_that_it_is_over(
+async def test_the_time_of_a_manager_is_that_of_its_workers_however_its_end_is_noticed(
     tmp_path: Path, noticed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its end and their stop are one commit: there is no moment for a crash between the two."""
@@ -646,7 +646,7 @@ async def spawned(agents: AgentsFixture, nursery: Nursery, *jobs: str) -> None:
 
 @pytest.mark.requirement("A2", "G3", "G16")
 @pytest.mark.parametrize("target", ["last", "1", "all", "dig"])
-async def test_a_kill_that_is_repeated_stops_nobody_else(tmp_path: Path, target: str) -> None:
+async def test_a_repeated_kill_stops_no_other_child(tmp_path: Path, target: str) -> None:
     nursery = Nursery()
     async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
         await agents.open_sessions(MAIN)
@@ -766,7 +766,7 @@ async def test_a_list_has_the_beginning_of_long_texts_and_no_secret(
 
 
 @pytest.mark.requirement("A2", "SEC5")
-async def test_a_report_is_for_whoever_may_read_the_session_that_asked_for_it(tmp_path: Path) -> None:
+async def test_a_report_is_readable_with_access_to_the_requesting_session(tmp_path: Path) -> None:
     nursery = Nursery()
     long = "dig " + "deep " * 2000
     sections = {"tools": {"sessions": {"visibility": "tree"}, "agentToAgent": {"enabled": False}}}

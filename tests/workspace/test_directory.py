@@ -66,6 +66,7 @@ def test_a_version_that_was_not_read_is_stale(workspace: WorkspaceDirectory) -> 
         write(workspace, "a", b"2", first)
 
 
+@pytest.mark.requirement("AT15")
 def test_of_two_writers_one_is_stale(workspace: WorkspaceDirectory) -> None:
     first = write(workspace, "a", b"0")
     outcomes: list[str] = []
@@ -160,6 +161,7 @@ def _write(workspace: WorkspaceDirectory) -> None:
     write(workspace, "inside/secret", os.urandom(4), sha256)
 
 
+@pytest.mark.requirement("AT11", "T4")
 @pytest.mark.parametrize("access", [_read, _write])
 def test_a_directory_swapped_for_a_link_leads_nowhere(
     workspace: WorkspaceDirectory, access: Callable[[WorkspaceDirectory], None]
@@ -217,3 +219,20 @@ def test_what_root_writes_belongs_to_the_owner_of_the_directory(workspace: Works
     for path in ("made", "made/inside", "made/inside/file"):
         status = (workspace.root / path).stat()
         assert (status.st_uid, status.st_gid) == (61_001, 61_002)
+
+
+@pytest.mark.requirement("AT11", "T3")
+@pytest.mark.parametrize("link", ["subagents", "subagents/1"])
+def test_a_directory_below_is_no_link_that_leads_outside(workspace: WorkspaceDirectory, link: str) -> None:
+    outside = workspace.root.parent / "outside"
+    outside.mkdir()
+    place = workspace.root / link
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(outside)
+    with pytest.raises((Forbidden, InvalidInput)):
+        WorkspaceDirectory(workspace.root, below="subagents/1")
+    assert [*outside.iterdir()] == []
+    place.unlink()
+    with WorkspaceDirectory(workspace.root, below="subagents/1") as below:
+        write(below, "a", b"1")
+    assert (workspace.root / "subagents" / "1" / "a").read_bytes() == b"1"

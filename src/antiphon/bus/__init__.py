@@ -25,6 +25,11 @@ def run_topic(run_id: str) -> str:
     return f"run.{run_id}"
 
 
+def approval_topic(approval_id: str) -> str:
+    """The topic that carries only the decision about this approval."""
+    return f"approval.{approval_id}"
+
+
 class _Event(msgspec.Struct, frozen=True, kw_only=True, rename="camel", tag_field="event"):
     pass
 
@@ -106,6 +111,26 @@ class Delivered(_Event, tag="delivered", frozen=True):
     text: str
 
 
+class ApprovalChanged(_Event, tag="approval", frozen=True):
+    """A tool call waits for a person's approval, or does not wait any more."""
+
+    approval_id: str
+    session_key: str
+    run_id: str
+    agent_id: str
+    tool: str
+    question: str
+    """The call as people are shown it."""
+    can_allow_always: bool
+    state: str
+    """`pending`, `allowed`, `denied` or `expired`."""
+    created_at: int
+    expires_at: int
+    always: bool = False
+    decided_by: str | None = None
+    decided_at: int | None = None
+
+
 class StopRequested(_Event, tag="stop", frozen=True):
     """A request to stop this run was committed."""
 
@@ -129,7 +154,15 @@ class Gap(_Event, tag="gap", frozen=True):
 
 
 Event: TypeAlias = (
-    MessageAppended | RunChanged | Delta | ToolPhase | Delivered | StopRequested | SessionChanged | Gap
+    MessageAppended
+    | RunChanged
+    | Delta
+    | ToolPhase
+    | Delivered
+    | ApprovalChanged
+    | StopRequested
+    | SessionChanged
+    | Gap
 )
 
 

@@ -31,6 +31,7 @@ COMMAND_MODULES = {
     "agents": ("antiphon.cli.agents", "List the configured agents and whom each may spawn."),
     "exchanges": ("antiphon.cli.exchanges", "List messages between sessions and their outcome."),
     "deliveries": ("antiphon.cli.deliveries", "List deliveries to people; retry failed ones."),
+    "approvals": ("antiphon.cli.approvals", "List tool calls that wait for you; allow or deny them."),
     "cron": ("antiphon.cli.cron", "Manage scheduled jobs."),
     "tokens": ("antiphon.cli.tokens", "List, issue and revoke access tokens."),
     "config": ("antiphon.cli.config", "Check the configuration, or print its schema."),
@@ -107,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:  # noqa: BLE001 - the outermost handler; `report_error` prints it in one sentence
         return report_error(error, command_line)
+    finally:
+        gc.freeze()  # at exit, the interpreter would look for garbage among everything imported
     return code if isinstance(code, int) else 0
 
 

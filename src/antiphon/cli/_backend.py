@@ -58,6 +58,10 @@ class Backend(Protocol):
         self, state: str | None, limit: int, cursor: str | None = None
     ) -> views.DeliveryPage: ...
     async def retry_delivery(self, key: str) -> views.DeliveryView: ...
+    async def list_approvals(self, session: str | None = None) -> list[views.ApprovalView]: ...
+    async def resolve_approval(self, approval_id: str, decision: str) -> views.ApprovalView: ...
+    async def list_grants(self) -> list[views.GrantView]: ...
+    async def revoke_grant(self, grant_id: str) -> None: ...
 
 
 class LocalBackend:
@@ -144,6 +148,18 @@ class LocalBackend:
 
     async def get_exchange(self, reference: str) -> views.ExchangeDetail:
         return await self._operations.exchanges.get(self._caller, reference)
+
+    async def list_approvals(self, session: str | None = None) -> list[views.ApprovalView]:
+        return await self._operations.approvals.list(self._caller, session)
+
+    async def resolve_approval(self, approval_id: str, decision: str) -> views.ApprovalView:
+        return await self._operations.approvals.resolve(self._caller, approval_id, decision)
+
+    async def list_grants(self) -> list[views.GrantView]:
+        return await self._operations.approvals.list_grants(self._caller)
+
+    async def revoke_grant(self, grant_id: str) -> None:
+        await self._operations.approvals.revoke_grant(self._caller, grant_id)
 
     async def list_deliveries(
         self, state: str | None, limit: int, cursor: str | None = None

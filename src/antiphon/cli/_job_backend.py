@@ -119,13 +119,13 @@ async def open_jobs_for_changes(settings: Settings) -> AsyncGenerator[JobBackend
         yield _LocalJobBackend(create_operations(config, store, home).jobs)
 
 
-async def fire_job(settings: Settings, reference: str) -> JobFireResult:
-    """Fire a job now; without a gateway, in this process until its run has ended."""
+async def fire_job(settings: Settings, reference: str) -> tuple[JobFireResult, RunView | None]:
+    """Fire a job now; without a gateway, in this process until its run has ended, which is then returned too."""
     if client := make_gateway_client(settings):
         async with client:
             job_id = (await find_job(_GatewayJobBackend(client), reference)).id
             done = await client.call("cron.run", {"id": job_id, **_make_idempotency_params()})
-            return msgspec.convert(done, JobFireResult)
+            return msgspec.convert(done, JobFireResult), None
     from antiphon.app import open_app
     from antiphon.cli._logging import configure_logging
     from antiphon.state_access import require_no_live_replicas
@@ -135,10 +135,10 @@ async def fire_job(settings: Settings, reference: str) -> JobFireResult:
     configure_logging(settings.paths.state_dir, debug=settings.debug)
     async with open_app(config, settings.paths.state_dir) as opened:
         job_id = (await find_job(_LocalJobBackend(opened.operations.jobs), reference)).id
-        view = await opened.operations.jobs.run(Caller.operator(), job_id)
-        if view.run_id:
-            await wait_for_run_end(LocalBackend(opened.operations), view.run_id)
-        return view
+        fired = await opened.operations.jobs.run(Caller.operator(), job_id)
+        if not fired.run_id:
+            return fired, None
+        return fired, await wait_for_run_end(LocalBackend(opened.operations), fired.run_id)
 
 
 def _make_idempotency_params() -> dict[str, str]:

@@ -12,8 +12,10 @@ from typing import Any, cast
 
 import click
 
+# How the user calls the program: the launcher of a clone sets it to what was typed, such as ./antiphon.
+PROGRAM_NAME = os.environ.get("ANTIPHON_COMMAND") or "antiphon"
 MAX_MESSAGE_CHARS = 4000  # of one message in a listing on a terminal; --json prints the whole message
-MAX_PADDED_CHARS = 60  # column width in a pipe; longer cells are printed in full
+MAX_PADDED_CHARS = 120  # column width in a pipe, enough for any key; longer cells are printed in full
 MAX_CALL_CHARS, MAX_BRIEF_CALL_CHARS = 200, 60  # of a tool call's text: in a history, and in a chat
 # Arguments of a tool call that name a session or an agent.
 TARGET_ARGUMENTS = (
@@ -55,8 +57,12 @@ def clean_line(text: str) -> str:
     return clean_text(text).replace("\n", " ")
 
 
-def clip_text(text: str, most: int = MAX_MESSAGE_CHARS) -> str:
-    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters; see --json)"
+def clip_text(text: str, maximum: int = MAX_MESSAGE_CHARS) -> str:
+    return (
+        text
+        if len(text) <= maximum
+        else f"{text[:maximum]}… ({len(text) - maximum} more characters; see --json)"
+    )
 
 
 def print_json(value: object, *, compact: bool = False) -> None:
@@ -70,6 +76,11 @@ def print_json(value: object, *, compact: bool = False) -> None:
 def escape_control_characters(encoded: bytes) -> bytes:
     """Escape control characters that JSON allows unescaped but a terminal would interpret."""
     return _C1_CONTROL_BYTES.sub(lambda found: b"\\u00%02x" % found[1][0], encoded)
+
+
+def format_count(count: int, noun: str, plural: str | None = None) -> str:
+    """Format a number with its noun, such as `1 run` and `2 runs`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {plural or f'{noun}s'}"
 
 
 def format_duration(ms: int) -> str:
@@ -96,10 +107,10 @@ def format_time(ms: int) -> str:
     return datetime.fromtimestamp(ms / 1000).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
-def shorten_text(text: str, most: int) -> str:
+def shorten_text(text: str, maximum: int) -> str:
     """Return a text on one line, shortened for a terminal and in full for a pipe."""
     words = " ".join(text.split())
-    return words if len(words) <= most or not sys.stdout.isatty() else f"{words[: most - 1]}…"
+    return words if len(words) <= maximum or not sys.stdout.isatty() else f"{words[: maximum - 1]}…"
 
 
 def get_terminal_columns() -> int:
@@ -155,6 +166,16 @@ def _stack_cells(headings: Sequence[str], cells: Sequence[str], edge: int) -> li
         )
     title = cells[0] or "-"
     return [bold(title) + lines[0][len(title) :], *lines[1:]]
+
+
+def print_wrapped(start: str, text: str, *, width: int | None = None) -> None:
+    """Print a text after its start, on a terminal wrapped between words and indented below itself.
+
+    `width` is that of the start where it contains colours.
+    """
+    indent = len(start) if width is None else width
+    first, *more = _wrap_lines(text, indent, 0)
+    click.echo("\n".join([f"{start}{first}".rstrip(), *(f"{' ' * indent}{rest}".rstrip() for rest in more)]))
 
 
 def print_fact(name: str, text: str) -> None:
@@ -234,7 +255,7 @@ def format_tool_calls(body: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _format_tool_call(block: Mapping[str, Any], most: int, *, whole: bool = False) -> str:
+def _format_tool_call(block: Mapping[str, Any], maximum: int, *, whole: bool = False) -> str:
     """Format a tool call as `sessions_send → helper: "When does…"`; with `whole`, also its other arguments."""
     raw_arguments: object = block.get("arguments") or {}
     name = str(block.get("name"))
@@ -243,14 +264,16 @@ def _format_tool_call(block: Mapping[str, Any], most: int, *, whole: bool = Fals
     words = next((field for field in TEXT_ARGUMENTS if isinstance(arguments.get(field), str)), None)
     if target is None and words is None:
         return (
-            f"{name} {clip_text(_encode_json(cast('Any', raw_arguments)), most)}" if raw_arguments else name
+            f"{name} {clip_text(_encode_json(cast('Any', raw_arguments)), maximum)}"
+            if raw_arguments
+            else name
         )
     call = f"{name} → {shorten_session_key(arguments[target])}" if target else name
     if words:
         text = " ".join(arguments[words].split())
-        call += f'{":" if target else ""} "{text if len(text) <= most else f"{text[: most - 1]}…"}"'
+        call += f'{":" if target else ""} "{text if len(text) <= maximum else f"{text[: maximum - 1]}…"}"'
     rest = {field: it for field, it in arguments.items() if field not in (target, words)}
-    return f"{call} {clip_text(_encode_json(rest), most)}" if whole and rest else call
+    return f"{call} {clip_text(_encode_json(rest), maximum)}" if whole and rest else call
 
 
 def shorten_session_key(key: str) -> str:

@@ -12,18 +12,40 @@ import click
 MILLISECONDS_PER_UNIT = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
 
+class IntegerParam(click.IntRange):
+    """A whole number between two limits. An error names both."""
+
+    name = "integer"
+
+    def __init__(self, minimum: int, maximum: int) -> None:
+        super().__init__(minimum, maximum)
+        self._allowed = f"a whole number from {minimum} to {maximum}"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{str(value)[:80]!r} is not {self._allowed}.", param, ctx)
+
+
 class FiniteNumberParam(click.FloatRange):
     """A finite number. Python's float also accepts `inf` and `nan`, which make no sense as a time."""
 
-    def __init__(self, unit: str, least: float, most: float, *, min_open: bool = False) -> None:
-        super().__init__(least, most, min_open=min_open)
+    def __init__(self, unit: str, minimum: float, maximum: float, *, min_open: bool = False) -> None:
+        super().__init__(minimum, maximum, min_open=min_open)
         self.name = unit
+        self._allowed = (
+            f"a number of {unit} {f'above {minimum:g}' if min_open else f'from {minimum:g}'} to {maximum:.0f}"
+        )
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = click.FLOAT.convert(value, param, ctx)
+        try:
+            number = super().convert(value, param, ctx)
+        except click.BadParameter:
+            number = math.nan
         if not math.isfinite(number):
-            self.fail(f"{value!r} is not a number of {self.name}; use for example 90.", param, ctx)
-        return super().convert(number, param, ctx)
+            self.fail(f"{str(value)[:80]!r} is not {self._allowed}; use for example 90.", param, ctx)
+        return number
 
 
 class IntervalParam(click.ParamType[int]):

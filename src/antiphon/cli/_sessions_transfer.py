@@ -35,9 +35,15 @@ def export_sessions(settings: Settings, keys: Sequence[str], everything: bool, o
     if settings.json:
         _output.print_json(done)
         return
-    click.echo(f"Wrote {done.files} conversations with {done.messages} entries to {done.directory!r}.")
+    click.echo(
+        f"Wrote {_output.format_count(done.files, 'conversation')} with "
+        f"{_output.format_count(done.messages, 'entry', 'entries')} to {done.directory!r}."
+    )
     if done.damaged:
-        click.echo(f"{done.damaged} damaged entries were left out; `antiphon doctor` names them.")
+        click.echo(
+            f"Left out {_output.format_count(done.damaged, 'damaged entry', 'damaged entries')}; "
+            "`antiphon doctor` names them."
+        )
 
 
 async def _export(settings: Settings, keys: Sequence[str], out: Path | None) -> ExportReport:
@@ -95,7 +101,8 @@ async def _import(settings: Settings, directory: Path, agent: str | None, *, dry
 def _print_import(done: ImportReport) -> None:
     verb = "Would import" if done.dry_run else "Imported"
     click.echo(
-        f"{verb} {done.imported} sessions with {done.messages} messages; {done.skipped} already existed."
+        f"{verb} {_output.format_count(done.imported, 'session')} with "
+        f"{_output.format_count(done.messages, 'message')}; {done.skipped} already existed."
     )
     notes = {
         "had a key that is in use: readable by their session id": done.beside,

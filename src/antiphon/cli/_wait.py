@@ -34,7 +34,7 @@ def explain_early_exit(session: str, *, hosted: bool, run_id: str | None = None)
     except asyncio.CancelledError:
         continues = "continues when Antiphon is started again" if hosted else "continues"
         click.echo(
-            f"The work {continues}. Look later: antiphon sessions history {_output.clean_line(session)}",
+            f"The work {continues}. Look later: {_output.PROGRAM_NAME} sessions history {_output.clean_line(session)}",
             err=True,
         )
         raise
@@ -43,7 +43,7 @@ def explain_early_exit(session: str, *, hosted: bool, run_id: str | None = None)
             raise
         raise Unavailable(
             f"{error.what} The message was accepted (run {run_id}) and is not lost.",
-            f"Do not send it again. Look for the answer later: antiphon sessions history {session}",
+            f"Do not send it again. Look for the answer later: {_output.PROGRAM_NAME} sessions history {session}",
             **error.data,
             runId=run_id,
         ) from error

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from antiphon.cli import _output
+from antiphon.cli._errors import get_run_exit_code
 from antiphon.cli._options import Settings, common_options, gateway_options
-from antiphon.cli._param_types import IntervalParam
+from antiphon.cli._param_types import IntegerParam, IntervalParam
 
 if TYPE_CHECKING:
     from antiphon.operations.jobs import JobFireResult, JobView
@@ -244,7 +245,7 @@ def _print_changed_job(settings: Settings, view: JobView, done: str) -> None:
 
 @command.command()
 @click.argument("job", metavar="JOB")
-@click.option("--limit", type=click.IntRange(1, 200), default=20, show_default=True)
+@click.option("--limit", type=IntegerParam(1, 200), default=20, show_default=True)
 @gateway_options
 @common_options
 @click.pass_obj
@@ -276,7 +277,9 @@ def runs(settings: Settings, job: str, limit: int) -> None:
         ]
         _output.print_table(["AT", "STATE", "LASTED", "RUN", "ERROR", "REPLY"], rows)
         click.echo(
-            _output.dim(f"Full replies: antiphon sessions history {_output.clean_line(found[0].session_key)}")
+            _output.dim(
+                f"Full replies: {_output.PROGRAM_NAME} sessions history {_output.clean_line(found[0].session_key)}"
+            )
         )
 
 
@@ -332,12 +335,16 @@ def run(settings: Settings, job: str) -> int:
     """Run a job now. Without a gateway, wait until the run has ended."""
     from antiphon.cli._job_backend import fire_job
 
-    done = asyncio.run(fire_job(settings, job))
+    fired, ended = asyncio.run(fire_job(settings, job))
     if settings.json:
-        _output.print_json(done)
+        _output.print_json(fired)
     else:
-        click.echo(_format_fired(done))
-    return 0 if done.ran else 1
+        click.echo(_format_fired(fired))
+    if ended is None:
+        return 0 if fired.ran else 1
+    if ended.state != "ok" and not settings.json:
+        click.echo(_output.clean_text(ended.error or f"The run ended as {ended.state!r}."), err=True)
+    return get_run_exit_code(ended)
 
 
 _REFUSAL_REASONS = {

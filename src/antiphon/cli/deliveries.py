@@ -10,6 +10,7 @@ import click
 
 from antiphon.cli import _output
 from antiphon.cli._options import Settings, common_options, gateway_options
+from antiphon.cli._param_types import IntegerParam
 
 if TYPE_CHECKING:
     from antiphon.operations.types import DeliveryPage, DeliveryView
@@ -23,7 +24,7 @@ MAX_TEXT_CHARS = 60  # of a text in a table on a terminal; --json shows more of 
 def _add_filter_options(function: F) -> F:
     for option in (
         click.option("--cursor", help="Continue after an earlier page."),
-        click.option("--limit", type=click.IntRange(1, 500), default=50, show_default=True),
+        click.option("--limit", type=IntegerParam(1, 500), default=50, show_default=True),
         click.option("--state", type=click.Choice(DELIVERY_STATES), help="Only deliveries in this state."),
     ):
         function = option(function)
@@ -87,7 +88,7 @@ def _print_page(page: DeliveryPage) -> None:
     if page.next_cursor:
         click.echo(_output.dim(f"There are more: --cursor {_output.clean_text(page.next_cursor)}"))
     if any(delivery.state in STUCK_STATES for delivery in page.deliveries):
-        click.echo(_output.dim("Once the reason is gone: antiphon deliveries retry KEY"))
+        click.echo(_output.dim("After you have fixed the cause: antiphon deliveries retry KEY"))
 
 
 def _format_destination(delivery: DeliveryView) -> str:

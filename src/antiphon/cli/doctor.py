@@ -54,7 +54,9 @@ def command(settings: Settings, online: bool) -> int:
     for finding in findings:
         mark = _output.red(LEVEL_MARKS["fail"]) if finding.level == "fail" else LEVEL_MARKS[finding.level]
         hint = f" {finding.next_step}" if finding.next_step else ""
-        click.echo(f"{mark}  {finding.check:<12} {_output.clean_text(finding.what + hint)}")
+        start = f"{mark}  {finding.check:<12} "
+        width = len(start) - len(mark) + len(LEVEL_MARKS[finding.level])
+        _output.print_wrapped(start, _output.clean_text(finding.what + hint), width=width)
     return int(failed)
 
 

@@ -10,6 +10,7 @@ import click
 
 from antiphon.cli import _output
 from antiphon.cli._options import Settings, common_options, gateway_options
+from antiphon.cli._param_types import IntegerParam
 
 if TYPE_CHECKING:
     from antiphon.operations.types import ExchangeDetail, ExchangePage
@@ -21,7 +22,7 @@ MAX_TEXT_CHARS = 40  # of a text in a table on a terminal; `exchanges show` prin
 def _add_filter_options(function: F) -> F:
     for option in (
         click.option("--cursor", help="Continue after an earlier page."),
-        click.option("--limit", type=click.IntRange(1, 500), default=50, show_default=True),
+        click.option("--limit", type=IntegerParam(1, 500), default=50, show_default=True),
         click.option("--unsettled", is_flag=True, help="Only exchanges that are not finished."),
         click.option("--session", metavar="KEY", help="Only exchanges from or to this session."),
     ):

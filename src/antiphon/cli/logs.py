@@ -12,6 +12,7 @@ import click
 
 from antiphon.cli import _output
 from antiphon.cli._options import Settings, common_options
+from antiphon.cli._param_types import IntegerParam
 from antiphon.paths import LOG_FILE_NAME
 
 POLL_SECONDS = 0.2
@@ -21,7 +22,7 @@ CONTEXT_FIELDS = ("run_id", "session_key")
 
 @click.command(help="Show the end of the log in the state directory.")
 @click.option("-f", "--follow", is_flag=True, help="Print new lines as they are logged, until Ctrl-C.")
-@click.option("-n", "--lines", type=click.IntRange(0, MAX_LINES), default=50, show_default=True)
+@click.option("-n", "--lines", type=IntegerParam(0, MAX_LINES), default=50, show_default=True)
 @common_options
 @click.pass_obj
 def command(settings: Settings, follow: bool, lines: int) -> None:

@@ -11,7 +11,7 @@ import click
 from antiphon.cli import _output
 from antiphon.cli._errors import get_run_exit_code
 from antiphon.cli._options import Settings, common_options, gateway_options
-from antiphon.cli._param_types import FiniteNumberParam
+from antiphon.cli._param_types import FiniteNumberParam, IntegerParam
 
 if TYPE_CHECKING:
     from antiphon.operations.types import IncomingMessage, MessageReceipt, RunView, SendRequest, SendResult
@@ -43,7 +43,7 @@ MAX_REPLY_WAIT_SECONDS = 3600  # how long one session may wait for another
     help="Session that sends the message; the two can then reply to each other.",
 )
 @click.option(
-    "--reply-back", type=click.IntRange(0, 5), metavar="N", help="With --from: maximum number of reply turns."
+    "--reply-back", type=IntegerParam(0, 5), metavar="N", help="With --from: maximum number of reply turns."
 )
 @click.option(
     "--no-announce",
@@ -155,7 +155,7 @@ def print_run_outcome(settings: Settings, view: RunView, seconds: float = 0) -> 
         print_timeout_notice(view, seconds)
     else:
         if view.reply:
-            click.echo(_output.clean_text(view.reply))
+            _output.print_wrapped("", _output.clean_text(view.reply))
         if view.state != "ok":
             click.echo(_output.clean_text(view.error or f"The run ended as {view.state!r}."), err=True)
     return get_run_exit_code(view)
@@ -177,7 +177,7 @@ def _print_exchange_outcome(settings: Settings, sent: SendResult, view: RunView,
 def _print_accepted_with_hint(run_id: str, session_key: str) -> None:
     key = _output.clean_line(session_key)
     click.echo(f"Accepted: run {_output.clean_line(run_id)} in {key}.")
-    click.echo(_output.dim(f"The answer: antiphon sessions history {key}"), err=True)
+    click.echo(_output.dim(f"The answer: {_output.PROGRAM_NAME} sessions history {key}"), err=True)
 
 
 def print_timeout_notice(view: RunView, seconds: float) -> None:
@@ -189,6 +189,6 @@ def print_timeout_notice(view: RunView, seconds: float) -> None:
         where = f"has been running for {_output.format_duration(view.running_ms or 0)}"
     click.echo(
         f"No answer after {seconds:g} s. The message was delivered and {where}; the run continues. "
-        f"Look later: antiphon sessions history {key}",
+        f"Look later: {_output.PROGRAM_NAME} sessions history {key}",
         err=True,
     )

@@ -10,7 +10,7 @@ import click
 
 from antiphon.cli import _output, _sessions_edit, _sessions_transfer
 from antiphon.cli._options import Settings, common_options, gateway_options
-from antiphon.cli._param_types import FiniteNumberParam, TimeParam
+from antiphon.cli._param_types import FiniteNumberParam, IntegerParam, TimeParam
 from antiphon.cli.chat import speakers
 from antiphon.engine.sessions.transcripts import EntryRole, HistoryFilter
 from antiphon.operations.types import ListFilter
@@ -49,7 +49,7 @@ for one in (*_sessions_edit.EDIT_COMMANDS, *_sessions_transfer.TRANSFER_COMMANDS
 )
 @click.option("--search", metavar="WORDS", help="Only sessions with names that start with these words.")
 @click.option("--label", help="Only sessions with this label.")
-@click.option("--limit", type=click.IntRange(1, 200), default=50, show_default=True)
+@click.option("--limit", type=IntegerParam(1, 200), default=50, show_default=True)
 @click.option("--archived", is_flag=True, help="Include archived sessions.")
 @click.option("--cursor", help="Continue after an earlier page.")
 @gateway_options
@@ -113,17 +113,17 @@ def _print_page(page: SessionPage) -> None:
 
 @command.command()
 @click.argument("key")
-@click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True)
+@click.option("--limit", type=IntegerParam(1, 1000), default=50, show_default=True)
 @click.option("--tools", is_flag=True, help="Include tool results.")
 @click.option("--all", "everything", is_flag=True, help="Include internal messages.")
 @click.option(
     "--before",
-    type=click.IntRange(1, MAX_ENTRY_NUMBER),
+    type=IntegerParam(1, MAX_ENTRY_NUMBER),
     metavar="SEQ",
     help="Only entries before this number.",
 )
 @click.option(
-    "--after", type=click.IntRange(0, MAX_ENTRY_NUMBER), metavar="SEQ", help="Only entries after this number."
+    "--after", type=IntegerParam(0, MAX_ENTRY_NUMBER), metavar="SEQ", help="Only entries after this number."
 )
 @click.option(
     "--role",
@@ -206,7 +206,7 @@ async def _load_history(
 @click.argument("words", nargs=-1, required=True)
 @click.option("--session", metavar="KEY", help="Search only this session, including its past conversations.")
 @click.option("--agent", metavar="ID", help="Search only this agent's sessions.")
-@click.option("--limit", type=click.IntRange(1, 25), default=10, show_default=True)
+@click.option("--limit", type=IntegerParam(1, 25), default=10, show_default=True)
 @gateway_options
 @common_options
 @click.pass_obj
@@ -254,7 +254,7 @@ def past(settings: Settings, key: str) -> None:
     """List the conversations of a session, newest first. `sessions history ID` shows one of them."""
     conversations = asyncio.run(_load_conversations(settings, key))
     if settings.json:
-        _output.print_json(conversations)
+        _output.print_json({"conversations": conversations})
         return
     rows = [
         [c.session_id, c.reason, _output.format_age(c.started_at), _format_end_time(c)] for c in conversations

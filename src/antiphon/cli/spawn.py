@@ -219,15 +219,18 @@ def _print_accepted_with_hint(spawned: SpawnResult, requester: str) -> None:
     click.echo(f"Accepted: run {_output.clean_line(spawned.run_id)} in {child}.")
     _print_attachments(spawned)
     click.echo(
-        _output.dim(f"The report: antiphon sessions history {_output.clean_line(requester)}"), err=True
+        _output.dim(f"The report: {_output.PROGRAM_NAME} sessions history {_output.clean_line(requester)}"),
+        err=True,
     )
 
 
 def _print_attachments(spawned: SpawnResult, *, err: bool = False) -> None:
     if receipt := spawned.attachments:
-        files = "1 file" if receipt.count == 1 else f"{receipt.count} files"
+        files = _output.format_count(receipt.count, "file")
         folder = _output.clean_line(receipt.rel_dir)
-        click.echo(f"Attached: {files}, {receipt.total_bytes} bytes, in {folder}.", err=err)
+        click.echo(
+            f"Attached: {files}, {_output.format_count(receipt.total_bytes, 'byte')}, in {folder}.", err=err
+        )
 
 
 def _print_outcome(settings: Settings, spawned: SpawnResult, ended: SubagentOutcome, seconds: float) -> int:
@@ -240,7 +243,7 @@ def _print_outcome(settings: Settings, spawned: SpawnResult, ended: SubagentOutc
         child = _output.clean_line(spawned.child_session_key)
         click.echo(
             f"No report after {seconds:g} s; the sub-agent continues. "
-            f"Look later: antiphon sessions history {child}",
+            f"Look later: {_output.PROGRAM_NAME} sessions history {child}",
             err=True,
         )
     else:

@@ -30,7 +30,7 @@ FAILURE_DESCRIPTIONS = {
 }
 
 
-class Readiness(msgspec.Struct, frozen=True):
+class ReadinessAnswer(msgspec.Struct, frozen=True):
     """The answer of a gateway at `/readyz`."""
 
     failing: list[str] = []
@@ -90,7 +90,7 @@ def _build_unavailable_status(settings: Settings) -> dict[str, Any]:
     return {**dict.fromkeys((*STATUS_FIELDS, "shared", "sessions")), "pid": found.pid if found else None}
 
 
-def read_readiness(url: str) -> Readiness:
+def read_readiness(url: str) -> ReadinessAnswer:
     """Read `/readyz`, which needs no token; an unreachable path, as behind some proxies, counts as ready."""
     from http.client import HTTPConnection, HTTPException, HTTPSConnection
 
@@ -99,9 +99,9 @@ def read_readiness(url: str) -> Readiness:
     connection = kind(parts.hostname or "", parts.port, timeout=READINESS_TIMEOUT_SECONDS)
     try:
         connection.request("GET", f"{parts.path.rstrip('/')}/readyz")
-        return msgspec.json.decode(connection.getresponse().read(), type=Readiness)
+        return msgspec.json.decode(connection.getresponse().read(), type=ReadinessAnswer)
     except (OSError, HTTPException, msgspec.MsgspecError):
-        return Readiness()
+        return ReadinessAnswer()
     finally:
         connection.close()
 
@@ -155,7 +155,7 @@ def _format_gateway_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "runs", _format_run_counts(runs)
     yield "connections", str(facts["connections"])
     yield "memory", f"{facts['rssBytes'] // 2**20} MiB at most"
-    yield "cron", _format_count(cron["jobs"], "job") + ("" if cron["enabled"] else ", disabled")
+    yield "cron", _output.format_count(cron["jobs"], "job") + ("" if cron["enabled"] else ", disabled")
     yield from _format_stuck_deliveries(facts)
     yield from _format_replicas(facts)
     yield "state", facts["stateDir"]
@@ -164,7 +164,7 @@ def _format_gateway_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _format_stopped(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     runs = facts["runs"]
     hosted = any(replica["alive"] for replica in facts.get("replicas", ()))
-    yield "gateway", f"not running{' here, but elsewhere' * hosted}; start it with: antiphon up"
+    yield "gateway", f"not running{' here, but elsewhere' * hosted}; start it with: {_output.PROGRAM_NAME} up"
     if facts["holder"]:
         yield "in use", f"by process {facts['holder']} that is not a gateway (such as a chat or an import)"
     yield "sessions", str(facts["sessions"])
@@ -192,7 +192,7 @@ def _format_replicas(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         parts = [
             replica.get("address") or "no address",
             replica.get("version") or "unknown version",
-            _format_count(replica["lanes"], "lane"),
+            _output.format_count(replica["lanes"], "lane"),
             heartbeat,
         ]
         parts += [] if replica["alive"] else ["no heartbeat: other replicas take over its lanes"]
@@ -205,8 +205,4 @@ def _format_stuck_deliveries(facts: dict[str, Any]) -> Iterator[tuple[str, str]]
     standing: dict[str, int] = facts["deliveries"] or {}
     stuck = [f"{standing[state]} {state}" for state in ("dead", "ambiguous") if standing.get(state)]
     if stuck:
-        yield "deliveries", f"{', '.join(stuck)}; see: antiphon deliveries"
-
-
-def _format_count(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "s")
+        yield "deliveries", f"{', '.join(stuck)}; see: {_output.PROGRAM_NAME} deliveries"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TOKEN_SCOPES = ("read", "write", "admin")
+TOKEN_SCOPES = ("read", "write", "admin", "approvals")
 
 
 @click.group(help="List, issue and revoke the tokens of the gateway.")
@@ -51,7 +51,8 @@ def _read_token_file(settings: Settings) -> TokenRegistry:
     StateDir.open_unlocked(settings.paths.state_dir).check_readable()
     if not path.exists():
         raise NotFound(
-            f"There are no tokens in {str(path.parent)!r} yet.", "The first `antiphon up` makes the owner's."
+            f"There are no tokens in {str(path.parent)!r} yet.",
+            "The first `antiphon up` creates one for the owner.",
         )
     return TokenRegistry.read(path)
 
@@ -96,7 +97,7 @@ def _describe_token(record: TokenRecord) -> dict[str, object]:
     multiple=True,
     required=True,
     type=click.Choice(TOKEN_SCOPES),
-    help="Permission of the token; may be repeated. `write` includes `read`, `admin` includes both.",
+    help="Permission of the token; may be repeated. `write` includes `read`, `admin` includes all.",
 )
 @common_options
 @click.pass_obj

@@ -16,6 +16,7 @@ from antiphon.cli import _output
 from antiphon.cli._gateway_lookup import find_running_gateway
 from antiphon.cli._join import JoinSlot
 from antiphon.cli._options import Settings, common_options
+from antiphon.cli._param_types import IntegerParam
 from antiphon.errors import StoreLocked
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ MAX_AGENTS_NAMED = 4  # agents listed at the start
 @click.command(help="Run the gateway in this terminal, until Ctrl-C.")
 @click.option(
     "--port",
-    type=click.IntRange(0, 65535),
+    type=IntegerParam(0, 65535),
     metavar="N",
     help="Port to listen on; 0 picks a free one. Default: gateway.port in the configuration, else 18789.",
 )
@@ -116,9 +117,10 @@ def _print_startup(settings: Settings, loaded: LoadedConfig, state_dir: Path, ur
         _output.print_json(facts, compact=True)
         return
     for warning in loaded.warnings:
-        click.echo(_output.dim(f"warning: {_output.clean_text(warning)}"))
+        _output.print_wrapped("warning: ", _output.clean_text(warning))
     for warning in missing:  # shown here because runs that need the secret will fail
-        click.echo(f"{_output.red('warning:')} {_output.clean_text(warning)}")
+        start = f"{_output.red('warning:')} "
+        _output.print_wrapped(start, _output.clean_text(warning), width=len("warning: "))
     _print_startup_summary(settings, loaded, state_dir, url)
 
 
@@ -135,12 +137,15 @@ def _print_startup_summary(settings: Settings, loaded: LoadedConfig, state_dir: 
         ("secret", _describe_secret_source(settings, loaded)),
         ("state", str(state_dir)),
     ):
-        click.echo(f"  {name:<8} {_output.clean_line(fact)}")
+        _output.print_wrapped(f"  {name:<8} ", _output.clean_line(fact))
+    program = _output.PROGRAM_NAME
     if describe_answering_model(loaded, loaded.config.default_agent_id) == REHEARSAL_MODEL_REF:
         click.echo(format_rehearsal_notice(settings))
     if len(loaded.config.agent_ids) > 1 and "agent_to_agent" not in loaded.config.tools.model_fields_set:
-        click.echo(_output.dim(f"hint: {NO_MESSAGING_HINT} See: antiphon agents"))
-    click.echo("Chat from another terminal: `antiphon chat`. State: `antiphon status`. Ctrl-C stops it.")
+        _output.print_wrapped("hint: ", f"{NO_MESSAGING_HINT} See: {program} agents")
+    _output.print_wrapped(
+        "", f"Chat from another terminal: `{program} chat`. State: `{program} status`. Ctrl-C stops it."
+    )
 
 
 def _describe_network_reach(loaded: LoadedConfig) -> str:

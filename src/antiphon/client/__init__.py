@@ -31,11 +31,13 @@ from antiphon.client.feed import FeedPosition, is_feed_ended
 from antiphon.errors import InvalidInput, NotFound, TooLarge
 from antiphon.operations.types import (
     AgentCard,
+    ApprovalView,
     ConversationView,
     DeliveryPage,
     DeliveryView,
     ExchangeDetail,
     ExchangePage,
+    GrantView,
     HistoryPage,
     MessageReceipt,
     ReplicaView,
@@ -307,6 +309,20 @@ class Client:
 
     async def get_exchange(self, reference: str) -> ExchangeDetail:
         return msgspec.convert(await self.call("exchanges.get", {"id": reference}), ExchangeDetail)
+
+    async def list_approvals(self, session: str | None = None) -> list[ApprovalView]:
+        found = await self.call("exec.approval.list", _drop_none({"sessionKey": session}))
+        return [parsing.parse_approval_view(each) for each in found]
+
+    async def resolve_approval(self, approval_id: str, decision: str) -> ApprovalView:
+        params = {"id": approval_id, "decision": decision}
+        return parsing.parse_approval_view(await self.call("exec.approval.resolve", params))
+
+    async def list_grants(self) -> list[GrantView]:
+        return msgspec.convert((await self.call("exec.approval.grants", {}))["grants"], list[GrantView])
+
+    async def revoke_grant(self, grant_id: str) -> None:
+        await self.call("exec.approval.revoke", {"id": grant_id}, retry=False)
 
     async def list_deliveries(self, state: str | None, limit: int, cursor: str | None = None) -> DeliveryPage:
         page = await self.call(

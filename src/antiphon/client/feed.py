@@ -6,9 +6,18 @@ from collections import deque
 
 import msgspec
 
-from antiphon.bus import Delivered, Delta, Event, MessageAppended, RunChanged, SessionChanged, ToolPhase
+from antiphon.bus import (
+    ApprovalChanged,
+    Delivered,
+    Delta,
+    Event,
+    MessageAppended,
+    RunChanged,
+    SessionChanged,
+    ToolPhase,
+)
 from antiphon.client.connection import Json
-from antiphon.client.parsing import strip_client_marks
+from antiphon.client.parsing import parse_approval_view, strip_client_marks
 
 MAX_ENDED_RUNS_REMEMBERED = 256  # ended runs, so that no end is yielded twice
 _RUN_STATE_BY_CHAT_STATE = {"final": "ok", "aborted": "cancelled", "error": "error"}
@@ -58,7 +67,9 @@ class FeedPosition:
     def handle_event(self, name: str, payload: Json) -> Event | None:
         """Return a wire event as a bus event; None if it is of another session or not new."""
         event = self._parse_event(name, payload) if payload.get("sessionKey") == self.key else None
-        run_id: str | None = None if isinstance(event, Delivered) else getattr(event, "run_id", None)
+        run_id: str | None = (
+            None if isinstance(event, Delivered | ApprovalChanged) else getattr(event, "run_id", None)
+        )
         if run_id and run_id not in self._ended_runs:
             self.active_runs[run_id] = None
         return event
@@ -69,10 +80,10 @@ class FeedPosition:
                 return self._parse_message(payload)
             case "session.gap":
                 return self._parse_gap(payload)
-            case "chat" if payload["seq"] == 0:  # a delivery: the events of a run count from one
-                return _parse_delivery(payload)
             case "chat":
-                return _parse_delta(payload) if payload["state"] == "delta" else _parse_run_end(payload)
+                return _parse_chat_event(payload)
+            case "exec.approval.requested" | "exec.approval.resolved":
+                return _parse_approval(payload)
             case "agent":
                 return _parse_agent_event(payload)
             case _:
@@ -107,6 +118,12 @@ def is_feed_ended(name: str, payload: Json, key: str) -> bool:
     return name == "session.gap" and payload.get("sessionKey") == key and payload.get("reason") == "ended"
 
 
+def _parse_chat_event(payload: Json) -> Event:
+    if payload["seq"] == 0:  # a delivery: the events of a run count from one
+        return _parse_delivery(payload)
+    return _parse_delta(payload) if payload["state"] == "delta" else _parse_run_end(payload)
+
+
 def _parse_delta(payload: Json) -> Delta:
     return Delta(
         session_key=payload["sessionKey"],
@@ -125,6 +142,25 @@ def _parse_delivery(payload: Json) -> Delivered:
         run_id=payload["runId"],
         kind="posted",
         text=_join_text(payload),
+    )
+
+
+def _parse_approval(payload: Json) -> ApprovalChanged:
+    view = parse_approval_view(payload)
+    return ApprovalChanged(
+        approval_id=view.id,
+        session_key=view.session_key,
+        run_id=view.run_id,
+        agent_id=view.agent_id,
+        tool=view.tool,
+        question=view.text,
+        can_allow_always=view.can_allow_always,
+        state=view.state,
+        created_at=view.created_at,
+        expires_at=view.expires_at,
+        always=view.decision == "allow-always",
+        decided_by=view.decided_by,
+        decided_at=view.decided_at,
     )
 
 

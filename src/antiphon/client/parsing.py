@@ -6,7 +6,7 @@ import msgspec
 
 from antiphon.client.connection import Json
 from antiphon.errors import NotFound
-from antiphon.operations.types import RunView, SessionView
+from antiphon.operations.types import ApprovalView, RunView, SessionView
 
 
 def parse_session_view(row: Json) -> SessionView:
@@ -15,6 +15,25 @@ def parse_session_view(row: Json) -> SessionView:
         own["model"] = f"{row['modelProvider']}/{row['model']}"
     own.setdefault("agentId", None)
     return msgspec.convert(own, SessionView)
+
+
+def parse_approval_view(payload: Json) -> ApprovalView:
+    request = payload["request"]
+    return ApprovalView(
+        id=payload["id"],
+        session_key=request["sessionKey"],
+        run_id=request["runId"],
+        agent_id=request["agentId"],
+        tool=request["tool"],
+        text=request["command"],
+        can_allow_always=request["canAllowAlways"],
+        state=payload["state"],
+        decision=payload["decision"],
+        decided_by=payload["resolvedBy"],
+        created_at=payload["createdAtMs"],
+        expires_at=payload["expiresAtMs"],
+        decided_at=payload["resolvedAtMs"],
+    )
 
 
 def parse_run_view(payload: Json) -> RunView:

@@ -24,6 +24,7 @@ from antiphon.config.sections import (
     SendMatch,
     SendPolicyConfig,
     SendRuleConfig,
+    WebFetchConfig,
 )
 from antiphon.keys import REHEARSAL_MODEL_REF, REHEARSAL_PROVIDER
 from antiphon.paths import Paths, locate_paths
@@ -50,6 +51,7 @@ __all__ = [
     "SendRuleConfig",
     "SubagentsConfig",
     "ToolRules",
+    "WebFetchConfig",
     "build_json_schema",
     "list_secrets",
     "load",

@@ -3,6 +3,7 @@
 `AgentDefaults` and `AgentEntry` mirror the file; `AgentConfig` is the result of merging both.
 """
 
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
@@ -21,7 +22,13 @@ from antiphon.config.base import (
     Text,
     build_expected_error,
 )
-from antiphon.config.compat import ToolNames
+from antiphon.config.compat import (
+    BUILTIN_TOOL_NAMES,
+    DEFAULT_TOOL_PROFILE,
+    PROFILE_TOOL_NAMES,
+    ToolNames,
+    ToolProfile,
+)
 from antiphon.config.sections import ToolsConfig
 
 IMPLICIT_AGENT_ID = "main"
@@ -115,7 +122,9 @@ class EntryTools(Section):
     """Tools of one agent, within what the top-level `tools` permits."""
 
     sessions: EntrySessionTools = Field(default_factory=EntrySessionTools.model_construct)
+    profile: ToolProfile | None = Field(default=None, description="Instead of `tools.profile`.")
     allow: ToolNames | None = None
+    also_allow: ToolNames = Field(default=(), description="Added to the profile and to the agent's `allow`.")
     deny: ToolNames = ()
 
 
@@ -165,6 +174,12 @@ class AgentDefaults(Section):
     compaction: CompactionConfig = Field(default_factory=CompactionConfig.model_construct)
     subagents: SubagentsConfig = Field(default_factory=SubagentsConfig.model_construct)
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig.model_construct)
+    bootstrap_max_chars: Count = Field(
+        default=20_000, description="Characters of each workspace file (AGENTS.md, …) in the system prompt."
+    )
+    bootstrap_total_max_chars: Count = Field(
+        default=150_000, description="Characters of all these files together."
+    )
 
 
 class AgentEntry(Section):
@@ -182,6 +197,8 @@ class AgentEntry(Section):
     subagents: EntrySubagents = Field(default_factory=EntrySubagents.model_construct)
     tools: EntryTools = Field(default_factory=EntryTools.model_construct)
     sandbox: EntrySandbox = Field(default_factory=EntrySandbox.model_construct)
+    bootstrap_max_chars: Count | None = None
+    bootstrap_total_max_chars: Count | None = None
 
 
 class AgentsConfig(Section):
@@ -200,9 +217,11 @@ class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
     """Visibility in a sandbox with `sessionToolsVisibility: "all"`: everything, unless `visibility` is set."""
     lifted_send: Visibility
     control: Control
+    profile: ToolProfile
     allow: tuple[tuple[str, ...], ...]
     """A tool must match every list; without lists, all tools are allowed. Patterns cannot be intersected."""
     deny: tuple[str, ...]
+    """Includes the built-in tools that are not in the profile."""
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,6 +242,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     subagents: SubagentsConfig
     sandbox: SandboxConfig
     tools: ToolRules
+    bootstrap_max_chars: int
+    bootstrap_total_max_chars: int
 
 
 def merge_agent(entry: AgentEntry, defaults: AgentDefaults, tools: ToolsConfig) -> AgentConfig:
@@ -243,6 +264,8 @@ def merge_agent(entry: AgentEntry, defaults: AgentDefaults, tools: ToolsConfig) 
         subagents=_apply_overrides(defaults.subagents, entry.subagents),
         sandbox=_apply_overrides(defaults.sandbox, entry.sandbox),
         tools=_merge_tool_rules(entry.tools, tools),
+        bootstrap_max_chars=entry.bootstrap_max_chars or defaults.bootstrap_max_chars,
+        bootstrap_total_max_chars=entry.bootstrap_total_max_chars or defaults.bootstrap_total_max_chars,
     )
 
 
@@ -259,6 +282,13 @@ def _merge_tool_rules(own: EntryTools, general: ToolsConfig) -> ToolRules:
     # sends, even if the general section grants more.
     near, far = own.sessions, general.sessions
     stated = near.visibility or (far.visibility if "visibility" in far.model_fields_set else None)
+    profile = own.profile or general.profile or DEFAULT_TOOL_PROFILE
+    added = (*general.also_allow, *own.also_allow)
+    outside = [
+        name
+        for name in BUILTIN_TOOL_NAMES
+        if name not in PROFILE_TOOL_NAMES[profile] and not any(fnmatchcase(name, also) for also in added)
+    ]
     return ToolRules(
         lifted_visibility=stated or "all",
         lifted_send=near.send or near.visibility or far.send or stated or "all",
@@ -269,8 +299,9 @@ def _merge_tool_rules(own: EntryTools, general: ToolsConfig) -> ToolRules:
         or far.control
         or _derive_control(far.visibility)
         or "tree",
-        allow=tuple(names for names in (general.allow, own.allow) if names is not None),
-        deny=(*general.deny, *own.deny),
+        profile=profile,
+        allow=tuple((*level.allow, *level.also_allow) for level in (general, own) if level.allow is not None),
+        deny=(*general.deny, *own.deny, *outside),
     )
 
 

@@ -125,6 +125,10 @@ class Config(Section):
         self._merged[agent_id] = merge_agent(entry, self.agents.defaults, self.tools)
         return self._merged[agent_id]
 
+    def uses_function(self, agent_id: str) -> bool:
+        """Whether a Python callable answers for the agent instead of a model."""
+        return self.get_agent(agent_id).runtime.type == "function"
+
     def get_model_ref(self, agent_id: str) -> str:
         """The agent's model as `provider/model`: its own, the default, or the first configured one."""
         choice = self.get_agent(agent_id).model

@@ -24,7 +24,7 @@ from antiphon.config.base import (
     Strings,
     Text,
 )
-from antiphon.config.compat import ToolNames
+from antiphon.config.compat import DEFAULT_TOOL_PROFILE, ToolNames, ToolProfile
 from antiphon.config.secrets import SECRET_MASK, Secret
 from antiphon.messages import Locale
 from antiphon.paths import expand_home
@@ -242,6 +242,39 @@ def _locate_python_file(target: str, info: ValidationInfo) -> str:
 PythonTarget = Annotated[str, Field(pattern=PYTHON_TARGET_PATTERN), AfterValidator(_locate_python_file)]
 
 
+class FileTools(Section):
+    """The tools for files."""
+
+    workspace_only: bool = Field(
+        default=True, description="File tools always stay inside the workspace; `false` changes nothing."
+    )
+
+
+class WebFetchConfig(Section):
+    """The `web_fetch` tool."""
+
+    enabled: bool = True
+    max_chars: Count = Field(default=50_000, description="Characters that are shown, at most 50,000.")
+    max_response_bytes: Count = 2_000_000
+    max_redirects: Amount = 3
+    timeout_seconds: Count = 30
+    user_agent: Text = "Antiphon"
+
+
+class WebTools(Section):
+    """The tools for the web."""
+
+    fetch: WebFetchConfig = Field(default_factory=WebFetchConfig.model_construct)
+
+
+class ApprovalsConfig(Section):
+    """Tool calls that a person must allow."""
+
+    timeout_seconds: Count = Field(
+        default=1800, description="How long a call waits for a decision. Then it is denied."
+    )
+
+
 class ToolsConfig(Section):
     """Which tools agents have, and which sessions they can reach."""
 
@@ -251,7 +284,14 @@ class ToolsConfig(Section):
     sessions_spawn: SessionsSpawn = Field(
         default_factory=SessionsSpawn.model_construct, alias="sessions_spawn"
     )
-    allow: ToolNames | None = Field(default=None, description="Default: every tool.")
+    fs: FileTools = Field(default_factory=FileTools.model_construct)
+    web: WebTools = Field(default_factory=WebTools.model_construct)
+    approvals: ApprovalsConfig = Field(default_factory=ApprovalsConfig.model_construct)
+    profile: ToolProfile | None = Field(
+        default=None, description=f"Which built-in tools agents have. Default: {DEFAULT_TOOL_PROFILE}."
+    )
+    allow: ToolNames | None = Field(default=None, description="Default: every tool of the profile.")
+    also_allow: ToolNames = Field(default=(), description="Added to the profile and to `allow`.")
     deny: ToolNames = ()
     python: Annotated[tuple[PythonTarget, ...], Strict(False)] = Field(
         default=(),

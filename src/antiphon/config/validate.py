@@ -8,7 +8,13 @@ from importlib.util import find_spec
 from typing import Any, cast
 
 from antiphon.config.addresses import check_store_url, is_ip, is_loopback, parse_bus_addresses
-from antiphon.config.compat import GROUP_PREFIX, SESSION_TOOL_NAMES, TOOL_GROUPS, find_unused_keys
+from antiphon.config.compat import (
+    BUILTIN_TOOL_NAMES,
+    GROUP_PREFIX,
+    SESSION_TOOL_NAMES,
+    TOOL_GROUPS,
+    find_unused_keys,
+)
 from antiphon.config.errors import Problem
 from antiphon.config.schema import Config
 from antiphon.config.sections import NATIVE_PROVIDER_APIS, PUBLIC_PROVIDER_KEY_VARIABLES
@@ -53,6 +59,11 @@ def find_warnings(config: Config) -> Iterator[str]:
     yield from _warn_unknown_agents(config)
     yield from _warn_unknown_tools(config)
     yield from _warn_no_tool_left(config)
+    if not config.tools.fs.workspace_only:
+        yield (
+            "'tools.fs.workspaceOnly' is false, but file tools stay inside the workspace. Set 'workspace' of the agent"
+            " to a directory that contains the files."
+        )
     yield from _warn_agents_out_of_sight(config)
     yield from _warn_reach_without_effect(config)
     yield from _warn_never_idle(config)
@@ -145,7 +156,7 @@ def _warn_unknown_tools(config: Config) -> Iterator[str]:
             if name.lower().startswith(GROUP_PREFIX):
                 yield f"{path!r} names {name!r}, a group without tools here. {_suggest_group(name)}"
             elif (
-                name not in SESSION_TOOL_NAMES
+                name not in BUILTIN_TOOL_NAMES
                 and not (wildcards and "*" in name)
                 and _is_like_session_tool(name)
             ):
@@ -157,10 +168,10 @@ def _warn_no_tool_left(config: Config) -> Iterator[str]:
     for path, names in _iterate_tool_lists(config):
         if not path.endswith("tools.allow") or path.startswith("gateway.") or not names:
             continue
-        if not any(fnmatchcase(tool, name) for tool in SESSION_TOOL_NAMES for name in names):
+        if not any(fnmatchcase(tool, name) for tool in BUILTIN_TOOL_NAMES for name in names):
             yield (
                 f"{path!r} matches no existing tool ({', '.join(map(repr, names))}), so no tool is allowed."
-                f" Use some of: {', '.join(SESSION_TOOL_NAMES)}."
+                f" Use some of: {', '.join(BUILTIN_TOOL_NAMES)}."
             )
 
 
@@ -183,6 +194,7 @@ def _iterate_tool_lists(config: Config) -> Iterator[tuple[str, Sequence[str] | N
     yield "gateway.tools.allow", config.gateway.tools.allow
     yield "gateway.tools.deny", config.gateway.tools.deny
     yield "tools.allow", config.tools.allow
+    yield "tools.alsoAllow", config.tools.also_allow
     yield "tools.deny", config.tools.deny
     below = config.tools.subagents.tools
     yield "tools.subagents.tools.allow", below.allow
@@ -190,6 +202,7 @@ def _iterate_tool_lists(config: Config) -> Iterator[tuple[str, Sequence[str] | N
     yield "tools.subagents.tools.deny", below.deny
     for index, agent in enumerate(config.agents.list):
         yield f"agents.list[{index}].tools.allow", agent.tools.allow
+        yield f"agents.list[{index}].tools.alsoAllow", agent.tools.also_allow
         yield f"agents.list[{index}].tools.deny", agent.tools.deny
 
 

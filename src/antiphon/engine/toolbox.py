@@ -40,6 +40,20 @@ class ToolOutput(msgspec.Struct, frozen=True, kw_only=True):
     images: tuple[ImageBlock, ...] = ()
 
 
+class ApprovalQuestion(msgspec.Struct, frozen=True, kw_only=True):
+    """What a person is asked before a call runs."""
+
+    text: str
+    """The whole call as the person reads it. A call that is too long to be read is refused."""
+    grant: str | None = None
+    """The whole call in a normalized form, which `allow-always` covers from then on; None: it can be allowed only once.
+
+    It is compared as a whole. It must not be a part, a prefix or a pattern of what is executed.
+    """
+    binding: str = ""
+    """Further facts that the decision is about, such as a directory. If they change, the decision is void."""
+
+
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
     spec: ToolSpec
     invoke: Callable[[ToolRequest], Awaitable[ToolOutput]]
@@ -50,11 +64,32 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it accesses other sessions; sub-agents get such tools only if configured."""
     ends_turn: bool = False
     """Whether a successful call ends the run."""
+    ask: bool = False
+    """Whether a person must allow each call before it runs."""
+    needs_approval: Callable[[ToolRequest], Awaitable[ApprovalQuestion | None]] | None = None
+    """Returns what a person is asked before this call runs, or None if it runs unasked."""
     fit: Callable[[str], ToolSpec] | None = None
     """Returns the spec for an agent id, with the choices that this agent has."""
 
+    @property
+    def may_ask(self) -> bool:
+        """Whether calls may have to wait for a person."""
+        return self.ask or self.needs_approval is not None
+
+    async def find_question(self, request: ToolRequest) -> ApprovalQuestion | None:
+        """Return what a person is asked before this call runs, or None if it runs unasked."""
+        if self.needs_approval is not None:
+            return await self.needs_approval(request)
+        return ask_about_arguments(request) if self.ask else None
+
     def adapt_to_agent(self, agent_id: str) -> Tool:
         return self if self.fit is None else msgspec.structs.replace(self, spec=self.fit(agent_id), fit=None)
+
+
+def ask_about_arguments(request: ToolRequest) -> ApprovalQuestion:
+    """Return the question for a call that is fully described by its arguments."""
+    arguments = msgspec.json.encode(request.arguments, order="deterministic").decode()
+    return ApprovalQuestion(text=arguments, grant=arguments)
 
 
 class Toolbox:
@@ -100,5 +135,6 @@ class Toolbox:
 
 
 def matches_any_pattern(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a tool name matches any of the patterns."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    """Whether a tool name matches any of the patterns, which are in lower case."""
+    lowered = name.lower()
+    return any(fnmatchcase(lowered, pattern) for pattern in patterns)

@@ -105,20 +105,22 @@ def require_deletable_key(key: str) -> None:
         )
 
 
-def validate_and_clamp(value: int, least: int, most: int, field: str) -> int:
-    if value < least:
+def validate_and_clamp(value: int, minimum: int, maximum: int, field: str) -> int:
+    if value < minimum:
         raise InvalidInput(
-            f"{field!r} is {value}; it must be at least {least}.", f"Use {least} to {most}.", field=field
+            f"{field!r} is {value}; it must be at least {minimum}.",
+            f"Use {minimum} to {maximum}.",
+            field=field,
         )
-    return min(value, most)
+    return min(value, maximum)
 
 
-def validate_printable_name(text: str, most: int, field: str) -> str:
+def validate_printable_name(text: str, maximum: int, field: str) -> str:
     """Return a display name without surrounding blanks, checked to be printable on one line."""
     trimmed = text.strip()
-    if not (0 < len(trimmed) <= most and trimmed.isprintable()):
+    if not (0 < len(trimmed) <= maximum and trimmed.isprintable()):
         raise InvalidInput(
-            f"invalid {field} (use 1 to {most} printable characters).", "Shorten or clear it.", field=field
+            f"invalid {field} (use 1 to {maximum} printable characters).", "Shorten or clear it.", field=field
         )
     return trimmed
 

@@ -18,9 +18,10 @@ from antiphon.bus import EventBus, Gap, StopRequested, session_topic
 from antiphon.clock import Clock
 from antiphon.engine.events import EventPublisher
 from antiphon.engine.outbox.sender import Outbox
-from antiphon.engine.runs import endings, lifecycle
+from antiphon.engine.runs import approval_rows, endings, lifecycle
+from antiphon.engine.runs.approval_gate import ApprovalGate
 from antiphon.engine.runs.deltas import DeltaStream
-from antiphon.engine.runs.effects import Effects, EndedRun, RunEnding, RunOutcome
+from antiphon.engine.runs.effects import Effects, EndedRun, ExpiredApproval, RunEnding, RunOutcome
 from antiphon.engine.runs.lifecycle import Claim, Claimant, retry_while_store_full
 from antiphon.engine.runs.run_loop import RunLoop, RunSetup
 from antiphon.engine.runs.run_queue import QUIET_ORIGINS, SANITIZED_ORIGINS, AcceptedRun
@@ -137,6 +138,8 @@ class Worker:
         self._max_attempts = max_attempts
         self._max_run_ms = max_run_ms
         self._crash_quarantine = CrashQuarantine()
+        self._waits_by_lane: dict[int, int] = {}
+        self._approval_gate = ApprovalGate(store, bus, clock, self.release_lane_slot)
         self.active_runs: dict[str, ActiveRun] = {}
         self.run_ids_committing_end: set[str] = set()
         """Runs whose end is being committed, which may wait for disk space."""
@@ -165,6 +168,8 @@ class Worker:
                     await self.dispatch_accepted_run(step)
                 case StopRequested():
                     self._bus.publish(STOP_TOPIC, step)
+                case ExpiredApproval():
+                    approval_rows.publish_approval(self._bus, step.session, step.event)
         if effects.has_deliveries:
             self._outbox.wake()
 
@@ -200,7 +205,7 @@ class Worker:
 
     @contextmanager
     def release_lane_slot(self, run_id: str | None) -> Generator[None]:
-        """Release the slot of a run while it waits for another session, so that other lanes can run."""
+        """Release the slot of a run while it waits for another session or a person, so that other lanes can run."""
         active = self.active_runs.get(run_id or "")
         if active is None:
             yield
@@ -211,11 +216,16 @@ class Worker:
 
     @contextmanager
     def _release_slot(self, lane: int) -> Generator[None]:
+        """Release the slot of a lane until nothing in it waits any more; calls of one answer may wait at once."""
+        self._waits_by_lane[lane] = self._waits_by_lane.get(lane, 0) + 1
         self._lanes.set_resting(lane, resting=True)
         try:
             yield
         finally:
-            self._lanes.set_resting(lane, resting=False)
+            self._waits_by_lane[lane] -= 1
+            if not self._waits_by_lane[lane]:
+                del self._waits_by_lane[lane]
+                self._lanes.set_resting(lane, resting=False)
 
     def _build_claimant(self, *, is_quarantined: bool = False) -> Claimant:
         return Claimant(self._owner, self._clock.now(), self._max_attempts, self._max_run_ms, is_quarantined)
@@ -304,6 +314,7 @@ class Worker:
             claim,
             setup,
             deltas,
+            self._approval_gate,
             self._on_entries_committed,
             self._events.publish_tool_phase,
         )

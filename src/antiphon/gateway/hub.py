@@ -16,6 +16,7 @@ from typing import Any
 from antiphon.bus import (
     EVERY_SESSION_TOPIC,
     SESSION_CHANGES_TOPIC,
+    ApprovalChanged,
     Delivered,
     Delta,
     Event,
@@ -36,7 +37,7 @@ from antiphon.gateway.ws import frames
 from antiphon.gateway.ws.connection import ConnectionSet, WebSocketConnection
 from antiphon.messages import INJECTED_MODEL
 from antiphon.operations.operations import Operations
-from antiphon.operations.types import build_run_ended_event
+from antiphon.operations.types import build_approval_view, build_run_ended_event
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ EVENT_NAMES = [
     "agent",
     "chat",
     "connect.challenge",
+    "exec.approval.requested",
+    "exec.approval.resolved",
     "presence",
     "session.gap",
     "session.message",
@@ -188,6 +191,8 @@ class Hub:
                 self.run_streams.handle_tool_phase(event)
             case RunChanged():
                 self._handle_run_change(event)
+            case ApprovalChanged():
+                self._handle_approval(event)
             case Delivered():
                 self._handle_delivery(event)
             case SessionChanged() if event.reason not in ("message", "renewed"):
@@ -225,6 +230,14 @@ class Hub:
     def _handle_run_change(self, event: RunChanged) -> None:
         if phase := self.run_streams.handle_run_change(event):
             self._record_change(event.session_key, {"phase": phase, "runId": event.run_id})
+
+    def _handle_approval(self, event: ApprovalChanged) -> None:
+        """Send a new approval, or its decision, to the clients that may decide."""
+        name = "exec.approval.requested" if event.state == "pending" else "exec.approval.resolved"
+        payload = {**wire.format_approval(build_approval_view(event)), "ts": self._clock.now()}
+        text = frames.encode_event(name, payload)
+        for connection in self.connections.iter_approvers():
+            connection.send_event(text)
 
     def _handle_delivery(self, event: Delivered) -> None:
         """Send an unsolicited delivery as a final `chat` event."""

@@ -1,4 +1,4 @@
-"""Slash commands for every client: `/new`, `/reset` and `/stop` instead of a message.
+"""Slash commands for every client: `/new`, `/reset`, `/stop` and `/approve` instead of a message.
 
 A command repeated with the same idempotency key has no further effect. It needs the scope of its own method: `/new`
 from a caller who may not reset is rejected, not sent as text. `/send` is handled by `operations`; the terminal chat has
@@ -13,10 +13,12 @@ from typing import Literal
 import msgspec
 
 from antiphon.access import Caller
+from antiphon.errors import InvalidInput
 from antiphon.operations.operations import Operations
 from antiphon.operations.types import IncomingMessage, MessageReceipt
 
 STOP_COMMANDS = frozenset({"/stop", "/abort", "stop", "abort"})
+_APPROVE_PATTERN = re.compile(r"/approve(?:\s+(\S+)\s+(\S+))?", re.IGNORECASE)
 _RESET_PATTERN = re.compile(r"/(new|reset)", re.IGNORECASE)
 
 
@@ -25,14 +27,14 @@ class SubmitOutcome(msgspec.Struct, frozen=True):
 
     session_key: str
     accepted: MessageReceipt | None = None
-    done: Literal["reset", "stopped"] | None = None
+    done: Literal["reset", "stopped", "approval"] | None = None
     run_ids: list[str] = []
 
 
 async def submit_or_run_command(
-    operations: Operations, caller: Caller, message: IncomingMessage
+    operations: Operations, caller: Caller, message: IncomingMessage, caller_name: str
 ) -> SubmitOutcome:
-    """Submit a message, or run the slash command that it is."""
+    """Submit a message, or run the slash command that it is. `caller_name` is recorded with a decision."""
     # A text with a provenance, from another session or program, is never a command.
     can_be_command = isinstance(message.content, str) and message.provenance is None and not message.literal
     text = message.content.strip() if can_be_command and isinstance(message.content, str) else ""
@@ -45,5 +47,14 @@ async def submit_or_run_command(
             caller, message.session, reason, key=message.idempotency_key
         )
         return SubmitOutcome(view.key, done="reset")
+    if match := _APPROVE_PATTERN.fullmatch(text):
+        approval_id, decision = match[1], match[2]
+        if approval_id is None:
+            raise InvalidInput(
+                "/approve names no call and no decision.",
+                "Use: /approve ID allow-once, /approve ID allow-always or /approve ID deny.",
+            )
+        await operations.approvals.resolve(caller, approval_id, decision.lower(), caller_name)
+        return SubmitOutcome(message.session, done="approval")
     accepted = await operations.messages.submit(caller, message)
     return SubmitOutcome(accepted.session_key, accepted=accepted)

@@ -107,8 +107,8 @@ class TokenRegistry:
         except OSError as error:
             reason = os.strerror(error.errno or 0)
             raise StoreError(
-                f"The token file {str(path)!r} cannot be read ({reason}).",
-                "Put it back, or let this user read it.",
+                f"The token file {str(path)!r} could not be read ({reason}).",
+                "Restore it, or give this user permission to read it.",
             ) from error
         if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise StoreError(
@@ -119,7 +119,7 @@ class TokenRegistry:
             return cls(path, msgspec.json.decode(content, type=_TokenFile).tokens, _get_file_version(found))
         except msgspec.MsgspecError as error:
             raise StoreError(
-                f"The token file {str(path)!r} cannot be read.",
+                f"The token file {str(path)!r} is not valid JSON.",
                 "Move it away; a new one is created at the next start.",
             ) from error
 

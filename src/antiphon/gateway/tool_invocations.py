@@ -23,7 +23,7 @@ from antiphon.config import Config
 from antiphon.engine import validation
 from antiphon.engine.runs.tool_invocation import run_with_cancel_grace
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
-from antiphon.errors import AntiphonError, InvalidInput, StoreError, ToolMissing
+from antiphon.errors import AntiphonError, Forbidden, InvalidInput, StoreError, ToolMissing
 from antiphon.gateway.http.responses import ErrorInfo, ErrorResponse, build_json_response, read_json
 from antiphon.gateway.state import GatewayState
 from antiphon.operations.sessions import ActingSession
@@ -80,13 +80,18 @@ async def invoke_tool(
     if invocation.dry_run:
         text = f"Tool {name!r} is available; it was not invoked."
         return InvocationOutcome(ToolOutput(text=text, details={"dryRun": True}), 200)
+    if tool.may_ask and await tool.find_question(call) is not None:
+        raise Forbidden(
+            f"Tool {name!r} asks a person before this call, which only works in a conversation.",
+            "Ask the agent to make the call.",
+        )
     return await _call_tool(tool, call)
 
 
 def _find_offered_tool(gateway: GatewayState, name: str, tools: Mapping[str, Tool]) -> Tool:
     settings = gateway.app.config.gateway.tools
-    tool = tools.get(name)
-    if tool is None or name in settings.deny or (tool.has_side_effects and name not in settings.allow):
+    tool, listed = tools.get(name), name.lower()
+    if tool is None or listed in settings.deny or (tool.has_side_effects and listed not in settings.allow):
         raise ToolMissing(
             f"Tool not available: {name[:80]}.",
             "Name it in gateway.tools.allow if it exists and may be used.",

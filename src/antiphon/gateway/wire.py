@@ -17,7 +17,7 @@ from antiphon import keys
 from antiphon.bus import MessageAppended
 from antiphon.errors import InvalidInput
 from antiphon.messages import ImageBlock, TextBlock
-from antiphon.operations.types import SessionView, build_raw_item
+from antiphon.operations.types import ApprovalView, SessionView, build_raw_item
 
 WIRE_KINDS_BY_SESSION_KIND = {"group": "group"}
 WIRE_STATUS_BY_STATE = {"running": "running", "idle": "done"}
@@ -30,6 +30,29 @@ CHANNELS_SHOWN_IN_SESSION = frozenset({"webchat", "last"})
 def format_session_key(key: str) -> str:
     """Return a stored key in full, as operators see it; never the stored name of the global session."""
     return keys.display_stored_key(key, viewer_agent_id=None)
+
+
+def format_approval(approval: ApprovalView) -> dict[str, Any]:
+    """Return an approval under the names that clients of this protocol expect."""
+    key = format_session_key(approval.session_key)
+    return {
+        "id": approval.id,
+        "sessionKey": key,
+        "request": {
+            "command": approval.text,
+            "tool": approval.tool,
+            "agentId": approval.agent_id,
+            "sessionKey": key,
+            "runId": approval.run_id,
+            "canAllowAlways": approval.can_allow_always,
+        },
+        "state": approval.state,
+        "decision": approval.decision,
+        "resolvedBy": approval.decided_by,
+        "createdAtMs": approval.created_at,
+        "expiresAtMs": approval.expires_at,
+        "resolvedAtMs": approval.decided_at,
+    }
 
 
 class SessionRow(SessionView, frozen=True):
@@ -46,9 +69,13 @@ class SessionRow(SessionView, frozen=True):
     model_provider: str | None = None
     spawned_by: str | None = None
     parent_session_key: str | None = None
+    last_message_preview: str | None = None
+    derived_title: str | None = None
 
 
-def build_session_row(view: SessionView) -> SessionRow:
+def build_session_row(
+    view: SessionView, last_message: str | None = None, title: str | None = None
+) -> SessionRow:
     """Return a row ready to encode. Positional arguments are by far the fastest; a list has hundreds of rows."""
     kind, state, model, parent, run = view.kind, view.state, view.model, view.parent_key, view.active_run_id
     provider = None
@@ -64,7 +91,7 @@ def build_session_row(view: SessionView) -> SessionRow:
         parent, view.child_count, view.chat_type, view.subject, view.input_tokens, view.output_tokens,
         view.created_at, view.archived, view.model_override, run, view.used_tokens,
         kind, state == "running", [run] if run else [], WIRE_STATUS_BY_STATE[state], kind == "main",
-        provider or None, parent or None, parent or None,
+        provider or None, parent or None, parent or None, last_message, title,
     )
     # fmt: on
 

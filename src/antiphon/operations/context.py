@@ -174,7 +174,12 @@ class OperationContext:
         return view if caller.is_operator else self._hide_unreachable_relatives(caller, view, row.key)
 
     def _resolve_answering_model(self, agent_id: str, chosen: str | None, last: str | None) -> AnsweringModel:
-        """Return the session's own model, else its agent's; if neither is configured, the one that answered last."""
+        """Return the session's own model, else its agent's; if neither is configured, the one that answered last.
+
+        For an agent whose runtime is a function that is the name of the function, once it has answered.
+        """
+        if agent_id in self.config.agent_ids and self.config.uses_function(agent_id):
+            return AnsweringModel(last, None)
         own = self.config.get_model_ref(agent_id) if agent_id in self.config.agent_ids else None
         for name in (chosen, own):
             with suppress(UnknownModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.operations.agents import AgentOperations
+from antiphon.operations.approvals import ApprovalOperations
 from antiphon.operations.context import OperationContext
 from antiphon.operations.conversations import ConversationOperations
 from antiphon.operations.deliveries import DeliveryOperations
@@ -35,6 +36,7 @@ class Operations:
         self.exchanges = ExchangeOperations(context, self.runs)
         self.subagents = SubagentOperations(context, self.sessions, spawn_rules)
         self.agents = AgentOperations(context, spawn_rules)
+        self.approvals = ApprovalOperations(context)
         self.deliveries = DeliveryOperations(context)
         self.search = SearchOperations(context)
         self.jobs = JobOperations(context, scheduler)

@@ -33,6 +33,7 @@ from antiphon.messages import THINKING_LEVELS
 from antiphon.operations.context import OperationContext
 from antiphon.operations.types import SpawnRequest
 from antiphon.store import Row, Tx
+from antiphon.workspace.locations import locate_agent_workspace, locate_subagent_directory
 
 if TYPE_CHECKING:
     from antiphon.config import AgentConfig
@@ -312,7 +313,8 @@ class SpawnRules:
     ) -> TaskOptions:
         settings = target.subagents
         mode = request.mode or ("session" if request.thread else "run")
-        workspace = target.workspace or str(self._state_dir / "workspaces" / target.id)
+        workspace = str(locate_agent_workspace(target, self._state_dir))
+        below = locate_subagent_directory(str(keys.subagent_key(target.id, folder)))
         return TaskOptions(
             announce=request.announce,
             cleanup="keep" if mode == "session" else request.cleanup,
@@ -322,6 +324,7 @@ class SpawnRules:
             archive_minutes=settings.archive_after_minutes,
             transcripts=self._transcripts_folder,
             workspace=workspace if request.attachments else None,
+            workspace_below=below if request.attachments else "",
             attachments=folder if request.attachments else None,
             retain=self._config.tools.sessions_spawn.attachments.retain_on_session_keep,
             mount_path=request.mount_path,

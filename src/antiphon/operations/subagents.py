@@ -106,7 +106,12 @@ class SubagentOperations:
             # After any failure, which is re-raised. Not after a cancellation: the transaction may still commit a task
             # that needs its files.
             if await self._context.store.read(task_rows.load_task, spawning.id) is None:
-                await asyncio.to_thread(attachments.remove, _get_workspace(spawning), spawning.child_key.id)
+                await asyncio.to_thread(
+                    attachments.remove,
+                    _get_workspace(spawning),
+                    spawning.child_key.id,
+                    below=spawning.options.workspace_below,
+                )
             raise
 
     async def _spawn(self, tx: Tx, call: SpawnCall, now: int) -> tuple[Row, AcceptedRun | None]:
@@ -288,7 +293,7 @@ class SubagentOperations:
                 waking = WakeRequest(row["id"], row["key"], origin.key or "", agent_id)
                 woken = await yields.queue_wake(tx, waking, reported, now)
                 if woken is not None:
-                    await yields.hand_run_to_wake(tx, origin.run_id, woken.run_id)
+                    await yields.assign_run_to_wake(tx, origin.run_id, woken.run_id)
                 return left, woken
         if not left:
             raise Conflict(
@@ -382,7 +387,13 @@ def _write_attachments(spawning: ValidatedSpawn, request: SpawnRequest, files: A
     workspace = _get_workspace(spawning)
     workspace.mkdir(mode=0o700, parents=True, exist_ok=True)
     types = attachments.collect_mime_types(request.attachments)
-    attachments.write(workspace, spawning.child_key.id, files, mime_types=types)
+    attachments.write(
+        workspace,
+        spawning.child_key.id,
+        files,
+        mime_types=types,
+        below=spawning.options.workspace_below,
+    )
 
 
 def _build_spawn_result(caller: Caller, task: Row, files: AttachmentFiles) -> SpawnResult:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
+from itertools import islice
 
 from antiphon import access, keys
 from antiphon.access import Caller
@@ -22,12 +23,20 @@ from antiphon.errors import Conflict, InvalidInput, NotFound
 from antiphon.messages import INJECTED_MODEL, AssistantMessage, TextBlock
 from antiphon.operations import types
 from antiphon.operations.context import OperationContext
-from antiphon.operations.types import CompactView, HistoryPage, InjectedEntry, SessionPreview, UsageLine
+from antiphon.operations.types import (
+    CompactView,
+    HistoryPage,
+    InjectedEntry,
+    PreviewItem,
+    SessionPreview,
+    UsageLine,
+)
 from antiphon.store import Row, Tx
 
 MAX_KEPT_ENTRIES = 1_000_000
 MAX_INJECT_LABEL_CHARACTERS = 100
 MAX_PREVIEWED_SESSIONS = 64  # in one call
+MAX_LATEST_BYTES = 64 * 1024  # of an entry that is read together with those of other sessions
 
 
 class TranscriptOperations:
@@ -81,26 +90,33 @@ class TranscriptOperations:
     async def _load_previews(
         self, tx: Tx, caller: Caller, references: Sequence[str], limit: int, max_chars: int
     ) -> list[SessionPreview]:
-        return [await self._load_preview(tx, caller, reference, limit, max_chars) for reference in references]
+        found = {reference: await self._find_transcript(tx, caller, reference) for reference in references}
+        readable = [transcript for transcript in found.values() if transcript is not None]
+        # The only message of a preview is nearly always the last entry. One query for all is the fastest for those.
+        latest = await transcripts.load_latest_entries(tx, readable, MAX_LATEST_BYTES) if limit == 1 else {}
+        previews: list[SessionPreview] = []
+        for reference in references:
+            transcript = found[reference]
+            if transcript is None:
+                previews.append(SessionPreview(key=reference, status="missing", items=[]))
+                continue
+            items = _build_preview_items(filter(None, [latest.get(transcript)]), limit, max_chars)
+            if not items and (limit > 1 or transcript in latest):
+                # Most steps of a long answer contain only tool calls and no text.
+                page = await transcripts.read_page_before(
+                    tx, transcript, transcripts.AFTER_LAST_SEQ, 4 * limit, tools=False
+                )
+                items = _build_preview_items(reversed(page.entries), limit, max_chars)
+            previews.append(SessionPreview(key=reference, status="ok" if items else "empty", items=items))
+        return previews
 
-    async def _load_preview(
-        self, tx: Tx, caller: Caller, reference: str, limit: int, max_chars: int
-    ) -> SessionPreview:
+    async def _find_transcript(self, tx: Tx, caller: Caller, reference: str) -> int | None:
+        """Return the transcript that a reference means; None if the caller may not read it or it does not exist."""
         try:
             row = await self._context.session_resolver.open(tx, caller, "read", reference)
         except (NotFound, InvalidInput):
-            return SessionPreview(key=reference, status="missing", items=[])
-        transcript, _ = session_rows.get_named_transcript(row)
-        # Most steps of a long answer contain only tool calls and no text.
-        page = await transcripts.read_page_before(
-            tx, transcript, transcripts.AFTER_LAST_SEQ, 4 * limit, tools=False
-        )
-        items = [
-            item
-            for entry in page.entries
-            if not entry.is_internal and (item := types.build_preview_item(entry, max_chars))
-        ]
-        return SessionPreview(key=reference, status="ok" if items else "empty", items=items[-limit:])
+            return None
+        return session_rows.get_named_transcript(row)[0]
 
     async def follow(
         self, caller: Caller, session: str, after: int | None = None, *, session_id: str | None = None
@@ -216,6 +232,16 @@ class TranscriptOperations:
         )
         await idempotency.record_answer(tx, command, injected, now)
         return injected, row, entry
+
+
+def _build_preview_items(newest_first: Iterable[Entry], limit: int, max_chars: int) -> list[PreviewItem]:
+    """Return the last `limit` texts that people see, oldest first."""
+    items = (
+        item
+        for entry in newest_first
+        if not entry.is_internal and (item := types.build_preview_item(entry, max_chars))
+    )
+    return [*islice(items, limit)][::-1]
 
 
 def _display_session_key(caller: Caller, row: Row) -> str:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from antiphon import keys
-from antiphon.bus import RunChanged, RunUsage
+from antiphon.bus import ApprovalChanged, RunChanged, RunUsage
 from antiphon.engine.collaboration.attachments import AttachmentReceipt, SpawnAttachment
 from antiphon.engine.runs.run_queue import QUIET_ORIGINS, SANITIZED_ORIGINS, RunOptions
 from antiphon.engine.sessions.transcripts import Entry
@@ -508,6 +508,59 @@ class KillResult(msgspec.Struct, frozen=True, kw_only=True):
     keys: list[str]
     names: list[str]
     finished: str | None = None
+
+
+class ApprovalView(_View, frozen=True, kw_only=True):
+    """A tool call that waits, or waited, for a person's decision."""
+
+    id: str
+    session_key: str
+    run_id: str
+    agent_id: str
+    tool: str
+    text: str
+    """The call as it can be shown to a person."""
+    can_allow_always: bool
+    state: str
+    """`pending`, `allowed`, `denied` or `expired`."""
+    decision: str | None = None
+    """`allow-once`, `allow-always` or `deny`."""
+    decided_by: str | None = None
+    created_at: int
+    expires_at: int
+    decided_at: int | None = None
+
+
+def build_approval_view(event: ApprovalChanged) -> ApprovalView:
+    decision = {"allowed": "allow-always" if event.always else "allow-once", "denied": "deny"}.get(
+        event.state
+    )
+    return ApprovalView(
+        id=event.approval_id,
+        session_key=event.session_key,
+        run_id=event.run_id,
+        agent_id=event.agent_id,
+        tool=event.tool,
+        text=event.question,
+        can_allow_always=event.can_allow_always,
+        state=event.state,
+        decision=decision,
+        decided_by=event.decided_by,
+        created_at=event.created_at,
+        expires_at=event.expires_at,
+        decided_at=event.decided_at,
+    )
+
+
+class GrantView(_View, frozen=True, kw_only=True):
+    """A call that a person allowed for good."""
+
+    id: str
+    agent_id: str
+    tool: str
+    text: str
+    decided_by: str | None = None
+    created_at: int
 
 
 class DeliveryView(_View, frozen=True, kw_only=True):

@@ -1,14 +1,22 @@
-"""The session tools of agents, as thin adapters over `operations`; one file per tool.
+"""The tools of agents, one file per tool: adapters over `operations`, and over `workspace` for files and the web.
 
-Validation and authorization happen in `operations`; this package decides how an answer is worded and how much of it
-fits into a prompt.
+Validation and authorization happen there; this package decides how an answer is worded and how much of it fits into a
+prompt.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from antiphon.clock import Clock
 from antiphon.engine.toolbox import Tool
 from antiphon.operations.operations import Operations
+from antiphon.store import Store
 from antiphon.tools.agents_list import agents_list
+from antiphon.tools.apply_patch import apply_patch
+from antiphon.tools.edit import edit
+from antiphon.tools.read import read
 from antiphon.tools.session_status import session_status
 from antiphon.tools.sessions_history import sessions_history
 from antiphon.tools.sessions_list import sessions_list
@@ -17,8 +25,16 @@ from antiphon.tools.sessions_send import sessions_send
 from antiphon.tools.sessions_spawn import sessions_spawn
 from antiphon.tools.sessions_yield import sessions_yield
 from antiphon.tools.subagents import subagents
+from antiphon.tools.web_fetch import web_fetch
+from antiphon.tools.write import write
+from antiphon.workspace.files import WorkspaceFiles
+from antiphon.workspace.locations import SessionWorkspaceLocator
+from antiphon.workspace.web import FetchLimits, WebClient
 
-__all__ = ["create_session_tools"]
+if TYPE_CHECKING:
+    from antiphon.config import Config, WebFetchConfig
+
+__all__ = ["create_file_tools", "create_session_tools", "create_web_tools", "create_work_tools"]
 
 
 def create_session_tools(operations: Operations) -> list[Tool]:
@@ -33,3 +49,25 @@ def create_session_tools(operations: Operations) -> list[Tool]:
         sessions_yield(operations),
         subagents(operations),
     ]
+
+
+def create_work_tools(config: Config, store: Store, clock: Clock, state_dir: Path) -> list[Tool]:
+    """Create the tools with which agents work on files and read the web."""
+    files = WorkspaceFiles(store, clock, SessionWorkspaceLocator(config, state_dir))
+    return [*create_file_tools(files), *create_web_tools(config.tools.web.fetch)]
+
+
+def create_file_tools(files: WorkspaceFiles) -> list[Tool]:
+    return [read(files), write(files), edit(files), apply_patch(files)]
+
+
+def create_web_tools(settings: WebFetchConfig) -> list[Tool]:
+    """Create the tools for the web, or none if they are disabled."""
+    if not settings.enabled:
+        return []
+    limits = FetchLimits(
+        timeout_seconds=settings.timeout_seconds,
+        max_bytes=settings.max_response_bytes,
+        max_redirects=settings.max_redirects,
+    )
+    return [web_fetch(WebClient(limits, user_agent=settings.user_agent), settings.max_chars)]

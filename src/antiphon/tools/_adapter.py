@@ -130,13 +130,13 @@ def build_schema(shape: type[ToolArguments]) -> dict[str, Any]:
     return {name: value for name, value in schema.items() if name != "description"}
 
 
-def clamp_value(value: int, least: int, most: int) -> int:
-    return max(least, min(value, most))
+def clamp_value(value: int, minimum: int, maximum: int) -> int:
+    return max(minimum, min(value, maximum))
 
 
-def describe_clamped_range(description: str, least: int, most: int) -> msgspec.Meta:
+def describe_clamped_range(description: str, minimum: int, maximum: int) -> msgspec.Meta:
     """Describe a number that is clamped: the schema states its range, and exceeding it is no error."""
-    return msgspec.Meta(description=description, extra_json_schema={"minimum": least, "maximum": most})
+    return msgspec.Meta(description=description, extra_json_schema={"minimum": minimum, "maximum": maximum})
 
 
 def _inline_references(node: Any, components: Mapping[str, Any]) -> Any:
@@ -196,8 +196,8 @@ def _describe_allowed(node: Mapping[str, Any]) -> str:
         return f"one of {', '.join(map(str, node['enum']))}"
     if node.get("type") == "array":
         return f"a list; each item is {_describe_allowed(node['items'])}"
-    least, most = node.get("minimum"), node.get("maximum")
-    bounds = f" from {least} to {most}" if least is not None and most is not None else ""
+    minimum, maximum = node.get("minimum"), node.get("maximum")
+    bounds = f" from {minimum} to {maximum}" if minimum is not None and maximum is not None else ""
     return f"{_PLAIN_TYPE_NAMES.get(str(node.get('type')), 'something else')}{bounds}"
 
 

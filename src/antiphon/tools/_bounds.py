@@ -48,13 +48,13 @@ class FittedEntries(NamedTuple):
     redacted: bool
 
 
-def fit_entries(items: Sequence[dict[str, Any]], most: int, *, from_newest: bool) -> FittedEntries:
+def fit_entries(items: Sequence[dict[str, Any]], maximum: int, *, from_newest: bool) -> FittedEntries:
     """Return as many consecutive entries as fit, from the newest or the oldest on; at least one, if any."""
     kept: list[BoundedEntry] = []
     size = len("[]")
     for item in reversed(items) if from_newest else items:
-        shown = bound_entry(item, most - len("[]"))
-        if kept and size + shown.bytes + len(",") > most:
+        shown = bound_entry(item, maximum - len("[]"))
+        if kept and size + shown.bytes + len(",") > maximum:
             break
         size += shown.bytes + (len(",") if kept else 0)
         kept.append(shown)
@@ -69,12 +69,12 @@ def fit_entries(items: Sequence[dict[str, Any]], most: int, *, from_newest: bool
     )
 
 
-def bound_entry(item: dict[str, Any], most: int) -> BoundedEntry:
-    """Return the entry with every text masked and cut, or a placeholder if it is still larger than `most`."""
-    bounder = _EntryBounder(most)
+def bound_entry(item: dict[str, Any], maximum: int) -> BoundedEntry:
+    """Return the entry with every text masked and cut, or a placeholder if it is still larger than `maximum`."""
+    bounder = _EntryBounder(maximum)
     message = bounder.bound_message(item)
     size = len(msgspec.json.encode(message))
-    if size > most:
+    if size > maximum:
         return build_placeholder(item)
     return BoundedEntry(message, size, bounder.truncated, bounder.redacted)
 

@@ -1,7 +1,8 @@
 """Python functions as tools: `antiphon.tool` marks one, and `tools.python` in the configuration names where they are.
 
 A function's signature is its schema and its docstring is its description. A synchronous function runs in a thread. A
-call that a crash interrupted is reported to the model and not repeated, unless the function is marked `repeatable`.
+call that a crash interrupted is reported to the model and not repeated, unless the function is marked `repeatable`. A
+call of a function marked `ask` waits until a person allows it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type
 
 import msgspec
 
-from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
+from antiphon.engine.toolbox import ApprovalQuestion, Tool, ToolOutput, ToolRequest, ask_about_arguments
 from antiphon.errors import AntiphonError, ConfigError, InvalidInput
 from antiphon.runtimes import ToolSpec
 from antiphon.runtimes.function import PROCESS_ENDING_ERRORS
@@ -44,14 +45,15 @@ class _Mark(msgspec.Struct, frozen=True):
 
     name: str
     repeatable: bool
+    ask: bool
 
 
 @overload
 def tool(function: F) -> F: ...
 @overload
-def tool(*, name: str | None = None, repeatable: bool = False) -> Callable[[F], F]: ...
+def tool(*, name: str | None = None, repeatable: bool = False, ask: bool = False) -> Callable[[F], F]: ...
 def tool(
-    function: F | None = None, *, name: str | None = None, repeatable: bool = False
+    function: F | None = None, *, name: str | None = None, repeatable: bool = False, ask: bool = False
 ) -> F | Callable[[F], F]:
     """Mark a function as a tool; it stays an ordinary function.
 
@@ -59,10 +61,11 @@ def tool(
         function: A typed function, asynchronous or not. A parameter of type `ToolRequest` receives the request itself.
         name: The tool's name. Default: the function's.
         repeatable: Whether a call that a crash interrupted may be made again.
+        ask: Whether a person must allow each call before it is made.
     """
 
     def mark(marked: F) -> F:
-        setattr(marked, _MARK_NAME, _Mark(name or marked.__name__, repeatable))
+        setattr(marked, _MARK_NAME, _Mark(name or marked.__name__, repeatable, ask))
         return marked
 
     return mark if function is None else mark(function)
@@ -116,6 +119,8 @@ def build_python_tool(function: Callable[..., Any], path: str = "tools.python") 
         spec=ToolSpec(name=marked.name, description=description, parameters=build_schema(arguments)),
         invoke=_build_invoke(function, arguments, request_name),
         after_crash="settle" if marked.repeatable else "report",
+        ask=marked.ask,
+        needs_approval=_build_question(arguments) if marked.ask else None,
     )
 
 
@@ -252,6 +257,20 @@ def _split_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 # --- calls ---
+
+
+def _build_question(
+    arguments: type[ToolArguments],
+) -> Callable[[ToolRequest], Awaitable[ApprovalQuestion | None]]:
+    async def find_question(request: ToolRequest) -> ApprovalQuestion | None:
+        """Ask about every call that the function would accept; any other is refused unasked."""
+        try:
+            parse_arguments(arguments, request.arguments)
+        except InvalidInput:
+            return None
+        return ask_about_arguments(request)
+
+    return find_question
 
 
 def _build_invoke(

@@ -57,11 +57,21 @@ class FileReplacement(msgspec.Struct, frozen=True):
 class WorkspaceDirectory:
     """An open directory. Use it as a context manager."""
 
-    def __init__(self, root: Path, *, aliases: tuple[str, ...] = ()) -> None:
-        """Open `root`. Absolute paths below it, or below one of `aliases`, are accepted as paths inside."""
-        self.root = root
-        self._prefixes = [PurePosixPath(prefix) for prefix in (str(root), *aliases)]
+    def __init__(self, root: Path, *, below: str = "", aliases: tuple[str, ...] = ()) -> None:
+        """Open `root`, or the directory `below` it, which is created and cannot be a link that leads outside `root`.
+
+        Absolute paths in it, or below one of `aliases`, are accepted as paths inside.
+        """
+        self.root = root / below
+        self._prefixes = [PurePosixPath(prefix) for prefix in (str(self.root), *aliases)]
         self._fd = os.open(root, _DIRECTORY_FLAGS)
+        if below:
+            outer = self._fd
+            try:
+                with self._report_errors(below):
+                    self._fd = self._open_or_create_directory(below)
+            finally:
+                os.close(outer)
 
     def __enter__(self) -> Self:
         return self

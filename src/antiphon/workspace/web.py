@@ -12,15 +12,16 @@ import ipaddress
 import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urljoin, urlsplit
 
-import httpx2
 import msgspec
 
 from antiphon.errors import Forbidden, InvalidInput, TooLarge, Unavailable
 
 if TYPE_CHECKING:
+    import httpx2
     from selectolax.lexbor import LexborNode as _HtmlNode
 
 MAX_URL_CHARACTERS = 4096
@@ -100,6 +101,10 @@ class WebClient:
             Forbidden: it, or a redirect from it, leads to an address that is not public.
             Unavailable: the server could not be reached, or did not answer in time.
         """
+        # Imported with the first page and off the event loop: it would take a tenth of the gateway's start.
+        await asyncio.to_thread(import_module, "httpx2")
+        from httpx2 import HTTPError  # noqa: PLC0415
+
         try:
             async with asyncio.timeout(self._limits.timeout_seconds):
                 return await self._follow(url)
@@ -107,7 +112,7 @@ class WebClient:
             raise Unavailable(
                 f"{url[:200]!r} did not answer within {self._limits.timeout_seconds:g} s.", "Try again later."
             ) from None
-        except (httpx2.HTTPError, OSError) as error:
+        except (HTTPError, OSError) as error:
             raise Unavailable(
                 f"{url[:200]!r} could not be fetched: {str(error) or type(error).__name__}.",
                 "Check the address, or try again later.",
@@ -125,6 +130,8 @@ class WebClient:
 
     async def _request(self, url: str) -> tuple[FetchedPage, str | None]:
         """Return the answer, and where it redirects to."""
+        import httpx2  # noqa: PLC0415 - came with `fetch`
+
         host, port, scheme = _split_url(url)
         address = await self._choose_address(host, port)
         pinned = httpx2.URL(url).copy_with(host=address, port=port, fragment=None)

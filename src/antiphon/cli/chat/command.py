@@ -96,7 +96,11 @@ async def _print_greeting(
     who = f"agent {_output.bold(_output.clean_line(view.agent_id or 'agent'))} · {_output.clean_line(model)}"
     where = f" · gateway {gateway.site.url}" if gateway else ""
     click.echo(f"{_output.bold('antiphon')} {__version__} · {who}{where}")
-    so_far = f"{page.total} entries so far, /history shows them" if page.total else "a new conversation"
+    so_far = (
+        f"{_output.format_count(page.total, 'entry', 'entries')} so far, see /history"
+        if page.total
+        else "a new conversation"
+    )
     click.echo(_output.dim(f"session {_output.clean_line(view.key)} · {so_far}"))
     if model == REHEARSAL_MODEL_REF:
         from antiphon.cli.config import format_rehearsal_notice

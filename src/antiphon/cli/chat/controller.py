@@ -12,6 +12,7 @@ import signal
 import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -21,9 +22,9 @@ from antiphon.cli import _output
 from antiphon.cli._backend import Backend
 from antiphon.cli.chat import speakers
 from antiphon.cli.chat.line_reader import LineReader
-from antiphon.cli.chat.renderer import ChatRenderer
+from antiphon.cli.chat.renderer import DECISIONS, ChatRenderer
 from antiphon.engine.sessions.transcripts import HistoryFilter
-from antiphon.errors import AntiphonError, InvalidInput
+from antiphon.errors import AntiphonError, Forbidden, InvalidInput, NotFound
 from antiphon.operations.types import IncomingMessage, RunView, build_run_ended_event
 from antiphon.send_policy import parse_send_command
 
@@ -47,6 +48,7 @@ LineHandler = Callable[[str], Coroutine[Any, Any, None]]
 class ChatCommand(NamedTuple):
     handler: LineHandler
     help: str
+    has_argument: bool = False
 
 
 class ChatController:
@@ -103,9 +105,18 @@ class ChatController:
             ),
             "/stop": ChatCommand(self._stop_answer, "stop the answer (also Ctrl-C)"),
             "/send": ChatCommand(
-                self._set_send_policy, "allow or block messages to this session: /send on, off or inherit"
+                self._set_send_policy,
+                "allow or block messages to this session: /send on, off or inherit",
+                has_argument=True,
             ),
-            "/history": ChatCommand(self._show_history, "show the last messages: /history 50"),
+            "/approve": ChatCommand(
+                self._decide_approval,
+                "decide on a waiting tool call: /approve ID allow-once, allow-always or deny",
+                has_argument=True,
+            ),
+            "/history": ChatCommand(
+                self._show_history, "show the last messages: /history 50", has_argument=True
+            ),
             "/status": ChatCommand(self._show_status, "show the state of this conversation"),
             "/help": ChatCommand(self._show_help, "show this help"),
         }
@@ -261,7 +272,7 @@ class ChatController:
         name, _, rest = line.strip().partition(" ")
         try:
             if name in self._commands:
-                await self._commands[name].handler(rest.strip())
+                await self._execute_command(name, rest.strip())
             elif _is_slash_command(line):
                 raise InvalidInput(f"There is no command {name!r}.", _UNKNOWN_COMMAND_HINT)
             elif name:
@@ -270,6 +281,15 @@ class ChatController:
             if self._reconnect_deadline or not self._prompt:
                 raise
             self._renderer.print_note(str(error))
+
+    async def _execute_command(self, name: str, argument: str) -> None:
+        command = self._commands[name]
+        if argument and not command.has_argument:
+            raise InvalidInput(
+                f"{name} takes no argument, so nothing was done.",
+                f"Enter {name} alone, and a message on a line of its own.",
+            )
+        await command.handler(argument)
 
     async def _send_message(self, text: str) -> None:
         run_id = uuid.uuid4().hex
@@ -321,6 +341,7 @@ class ChatController:
     async def _show_events(self) -> None:
         """Show events as long as the feed works; without it, the ends of runs are still polled."""
         try:
+            await self._show_pending_approvals()
             async for event in self._backend.follow(self._session):
                 if isinstance(event, MessageAppended):
                     entry = {**msgspec.json.decode(event.body), "runId": event.run_id}
@@ -330,6 +351,12 @@ class ChatController:
             if self._reconnect_deadline:
                 raise
         await self._leaving.wait()
+
+    async def _show_pending_approvals(self) -> None:
+        """Show the calls that were waiting before the chat began, if the reader may decide on them."""
+        with suppress(Forbidden, NotFound):
+            for approval in await self._backend.list_approvals(self._session):
+                self._renderer.show_approval(approval)
 
     def _handle_interrupt(self) -> None:
         """Handle Ctrl-C: stop the answer; leave if none is in progress, or if stopping it takes too long.
@@ -357,7 +384,7 @@ class ChatController:
         old = await self._backend.describe(self._session)
         await self._backend.renew(self._session, expected=old.session_id)
         self._renderer.print_result(
-            f"Started a new conversation. To read the old one: antiphon sessions history {old.session_id}"
+            f"Started a new conversation. To read the old one: {_output.PROGRAM_NAME} sessions history {old.session_id}"
         )
 
     async def _stop_answer(self, _: str) -> None:
@@ -371,6 +398,13 @@ class ChatController:
             self._renderer.print_result("Usage: /send on|off|inherit")
             return
         await self._send_message(text)
+
+    async def _decide_approval(self, argument: str) -> None:
+        approval_id, _, decision = argument.partition(" ")
+        if decision.strip() not in DECISIONS:
+            self._renderer.print_result(f"Usage: /approve ID {'|'.join(DECISIONS)}")
+            return
+        await self._backend.resolve_approval(approval_id, decision.strip())
 
     async def _show_history(self, argument: str) -> None:
         if argument and not (argument.isdecimal() and 0 < int(argument) <= 1000):
@@ -426,7 +460,7 @@ class ChatController:
         ):
             doubtful = lines.pop(0)
             if not _is_slash_command(doubtful):
-                look = f"`antiphon sessions history {self._session}`"
+                look = f"`{_output.PROGRAM_NAME} sessions history {self._session}`"
                 notices.append(f"{look} shows whether this was sent: {_abbreviate(doubtful)}")
         if lines:
             more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""

@@ -16,9 +16,10 @@ from typing import Any, Literal, cast
 import click
 import msgspec
 
-from antiphon.bus import Delivered, Delta, Event, MessageAppended, RunChanged, ToolPhase
+from antiphon.bus import ApprovalChanged, Delivered, Delta, Event, MessageAppended, RunChanged, ToolPhase
 from antiphon.cli._output import bold, clean_line, clean_text, dim, format_tool_calls, red
 from antiphon.cli.chat import speakers
+from antiphon.operations.types import ApprovalView, build_approval_view
 
 RenderStyle = Literal["conversation", "answers", "silent"]
 """For a person at a terminal; only the answers; no output at all."""
@@ -26,6 +27,7 @@ SILENT_REPLIES = {"REPLY_SKIP": "({} ended the conversation)", "ANNOUNCE_SKIP": 
 """Replies by which an agent says nothing (see `antiphon.engine.outbox.sanitize`), and what is shown instead."""
 
 TOKEN_WRAPPING_CHARACTERS = " \t\r\n`*\"'"  # noqa: S105
+DECISIONS = ("allow-once", "allow-always", "deny")
 MAX_REMEMBERED_RUNS = 256  # ended runs
 
 
@@ -41,33 +43,35 @@ class ChatRenderer:
         self.speaker = speaker
         self.known = speakers.KnownSpeakers()
         self.out: Callable[[str], None] = _print_text
-        self._mine: set[str] = set()
-        self._last_texts: dict[str, str] = {}
-        """The last text of each run in `_mine`, for runs that are shown as a whole."""
-        self._shown: list[str] = []
-        self._over: deque[str] = deque(maxlen=MAX_REMEMBERED_RUNS)
-        self._answers: dict[str, str] = {}
+        self._own_run_ids: set[str] = set()
+        self._last_text_by_run: dict[str, str] = {}
+        """The last text of each run in `_own_run_ids`, for runs that are shown as a whole."""
+        self._pending_output: list[str] = []
+        self._ended_run_ids: deque[str] = deque(maxlen=MAX_REMEMBERED_RUNS)
+        self._answer_by_run: dict[str, str] = {}
         """The last text of each ended run; later events of these runs are ignored."""
-        self._unposted: dict[str, str] = {}
+        self._speaker_by_unposted_run: dict[str, str] = {}
         """Runs whose text is shown once it is posted, with the speaker's name."""
-        self._ends: dict[str, asyncio.Event] = {}
+        self._end_event_by_run: dict[str, asyncio.Event] = {}
+        self._undecided_approval_ids: deque[str] = deque(maxlen=MAX_REMEMBERED_RUNS)
+        """Approvals that were shown and not yet decided."""
         self._begin_run(None)
 
     def _begin_run(self, run_id: str | None) -> None:
-        self._run = run_id
-        self._introduced = False
-        self._number = 0
+        self._current_run_id = run_id
+        self._has_printed_speaker = False
+        self._last_delta_number = 0
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._step = ""
-        self._held = ""
+        self._streamed_text = ""
+        self._withheld_text = ""
         """The beginning of a step that may turn out to be a control token."""
-        self._lost = False
+        self._has_missed_delta = False
 
     def expect_answer(self, run_id: str) -> None:
         """Stream the answer of this run to the reader; the style `answers` shows no other runs."""
-        self._mine.add(run_id)
+        self._own_run_ids.add(run_id)
 
     def print_note(self, text: str) -> None:
         """Print a note from the chat itself."""
@@ -92,17 +96,17 @@ class ChatRenderer:
 
     async def wait_until_shown(self, run_id: str, seconds: float) -> bool:
         """Wait until the end of a run has been shown, `seconds` at most; return whether it has."""
-        if run_id in self._over:
+        if run_id in self._ended_run_ids:
             return True
         try:
             async with asyncio.timeout(seconds):
-                await self._ends.setdefault(run_id, asyncio.Event()).wait()
+                await self._end_event_by_run.setdefault(run_id, asyncio.Event()).wait()
         except TimeoutError:
             return False
         return True
 
     def show_event(self, event: Event) -> None:
-        if self._style == "answers" and getattr(event, "run_id", None) not in self._mine:
+        if self._style == "answers" and getattr(event, "run_id", None) not in self._own_run_ids:
             return
         match event:
             case RunChanged():
@@ -111,9 +115,11 @@ class ChatRenderer:
                 self._show_delta(event)
             case ToolPhase():
                 self._show_tool_failure(event)
+            case ApprovalChanged():
+                self.show_approval(build_approval_view(event))
             case MessageAppended():
                 self._show_message(event)
-            case Delivered() if name := self._unposted.pop(event.run_id or "", None):
+            case Delivered() if name := self._speaker_by_unposted_run.pop(event.run_id or "", None):
                 self._print_other_message(name, event.text)
             case _:
                 pass
@@ -121,34 +127,34 @@ class ChatRenderer:
 
     def show_run_end(self, run_id: str, state: str, reply: str | None, error: str | None) -> None:
         """Print the rest of a run's answer, and how it ended unless that was well."""
-        if run_id in self._over:
+        if run_id in self._ended_run_ids:
             return
-        self._over.append(run_id)
-        ours = self._run in {
+        self._ended_run_ids.append(run_id)
+        ours = self._current_run_id in {
             None,
             run_id,
         }  # otherwise it ended in the queue, while another run is being shown
-        last_text = self._last_texts.pop(run_id, None)
+        last_text = self._last_text_by_run.pop(run_id, None)
         if (
             ours
-            and run_id in self._mine
+            and run_id in self._own_run_ids
             and reply
             and reply != last_text
             and reply.strip() not in SILENT_REPLIES
         ):
             self._print_rest_of_step(reply)
-        if run_id in self._mine:
-            self._mine.remove(run_id)
-            self._answers[run_id] = reply or ""
-            if len(self._answers) > MAX_REMEMBERED_RUNS:
-                del self._answers[next(iter(self._answers))]
+        if run_id in self._own_run_ids:
+            self._own_run_ids.remove(run_id)
+            self._answer_by_run[run_id] = reply or ""
+            if len(self._answer_by_run) > MAX_REMEMBERED_RUNS:
+                del self._answer_by_run[next(iter(self._answer_by_run))]
         self._end_open_line()
         if state != "ok":
             self._print_failure(state, error)
         if ours:
             self._begin_run(None)
         self._flush()
-        if waiting := self._ends.pop(run_id, None):
+        if waiting := self._end_event_by_run.pop(run_id, None):
             waiting.set()
 
     def _print_failure(self, state: str, error: str | None) -> None:
@@ -166,33 +172,58 @@ class ChatRenderer:
             self.show_run_end(event.run_id, event.state, event.reply, event.error)
 
     def _show_delta(self, event: Delta) -> None:
-        if event.run_id not in self._mine or not self._streams:
+        if event.run_id not in self._own_run_ids or not self._streams:
             return
-        if event.run_id != self._run:
+        if event.run_id != self._current_run_id:
             self._begin_run(event.run_id)
-        is_repeated = event.number <= self._number  # a gateway that was started again counts from one
-        self._lost = self._lost or event.number != self._number + 1
-        self._number = event.number
+        is_repeated = (
+            event.number <= self._last_delta_number
+        )  # a gateway that was started again counts from one
+        self._has_missed_delta = self._has_missed_delta or event.number != self._last_delta_number + 1
+        self._last_delta_number = event.number
         if event.restart or is_repeated:
-            if self._step:
+            if self._streamed_text:
                 self._end_open_line()
                 self.print_note("(the answer was cut off; it starts again)")
             self._begin_step()
-        if event.text and not self._lost:
-            self._held += event.text
-            if self._step or not _may_be_control_token(self._held):
-                self._step += self._held
-                self._append_text(self._held)
-                self._held = ""
+        if event.text and not self._has_missed_delta:
+            self._withheld_text += event.text
+            if self._streamed_text or not _may_be_control_token(self._withheld_text):
+                self._streamed_text += self._withheld_text
+                self._append_text(self._withheld_text)
+                self._withheld_text = ""
 
     def _show_tool_failure(self, event: ToolPhase) -> None:
         """Show a failed tool call. The call itself is shown with the message that makes it."""
         if event.phase != "start" and event.is_error:
             self.print_note(f"  · {event.name} failed")
 
+    def show_approval(self, approval: ApprovalView) -> None:
+        """Show a call that waits for the reader's decision, once, and later what was decided."""
+        if approval.state != "pending":
+            if approval.id in self._undecided_approval_ids:
+                self._undecided_approval_ids.remove(approval.id)
+                by = f" by {approval.decided_by}" if approval.decided_by else ""
+                self.print_note(f"  · {approval.tool} was {approval.state}{by}")
+            return
+        if approval.id in self._undecided_approval_ids:
+            return
+        self._undecided_approval_ids.append(approval.id)
+        choices = [choice for choice in DECISIONS if choice != "allow-always" or approval.can_allow_always]
+        lines = "\n".join(f"    {line}" for line in approval.text.split("\n"))
+        question = (
+            f"{clean_line(self.speaker)} asks to call {approval.tool}:\n{lines}\n"
+            f"  Answer with: /approve {approval.id} {'|'.join(choices)}"
+        )
+        if self._style == "conversation":
+            self._append_line(bold(clean_text(question)))
+            self._flush()
+        else:
+            self.print_warning(question)
+
     def _show_message(self, event: MessageAppended) -> None:
         body: dict[str, Any] = msgspec.json.decode(event.body)
-        answer = self._answers.get(event.run_id or "")
+        answer = self._answer_by_run.get(event.run_id or "")
         if answer is not None and (body.get("role") == "user" or _extract_text(body) == answer):
             return
         entry = {**body, "runId": event.run_id}
@@ -200,15 +231,19 @@ class ChatRenderer:
             text = _extract_text(body)
             if event.internal:
                 self._handle_internal_answer(entry, event.run_id, text)
-            elif event.run_id in self._mine:
+            elif event.run_id in self._own_run_ids:
                 self._print_rest_of_step(text)
                 self._begin_step()
-                self._last_texts[event.run_id or ""] = text
+                self._last_text_by_run[event.run_id or ""] = text
             else:
                 self._print_other_message(speakers.format_answerer(entry, self.known, self.speaker), text)
             for call in [] if event.internal else format_tool_calls(body):
                 self.print_note(f"  · {call}")
-        elif body.get("role") == "user" and event.run_id not in self._mine and not _is_hidden(event, body):
+        elif (
+            body.get("role") == "user"
+            and event.run_id not in self._own_run_ids
+            and not _is_hidden(event, body)
+        ):
             # Without a name, it was typed into the same session by another client.
             self.print_note(
                 f"{speakers.format_speaker(entry, self.known) or 'another user'}> {_extract_text(body)}"
@@ -216,15 +251,15 @@ class ChatRenderer:
 
     def _handle_internal_answer(self, entry: speakers.TranscriptItem, run_id: str | None, text: str) -> None:
         """Handle an answer that is not for people, or only after it is posted."""
-        if run_id in self._mine:
+        if run_id in self._own_run_ids:
             self._begin_step()
-            self._last_texts[run_id or ""] = text
+            self._last_text_by_run[run_id or ""] = text
         elif text.strip() in SILENT_REPLIES:
             self._print_other_message("", text)
         elif run_id:
-            self._unposted[run_id] = speakers.format_answerer(entry, self.known, self.speaker)
-            if len(self._unposted) > MAX_REMEMBERED_RUNS:
-                del self._unposted[next(iter(self._unposted))]
+            self._speaker_by_unposted_run[run_id] = speakers.format_answerer(entry, self.known, self.speaker)
+            if len(self._speaker_by_unposted_run) > MAX_REMEMBERED_RUNS:
+                del self._speaker_by_unposted_run[next(iter(self._speaker_by_unposted_run))]
 
     def _print_other_message(self, name: str, text: str) -> None:
         """Print an entry that does not answer the reader."""
@@ -237,37 +272,37 @@ class ChatRenderer:
 
     def _print_rest_of_step(self, text: str) -> None:
         """Print the part of a step's text that was not streamed."""
-        if not text.startswith(self._step):
+        if not text.startswith(self._streamed_text):
             self._end_open_line()
             if text:
-                self.print_note("(the answer was)")
-            self._step = ""
-        self._append_text(text[len(self._step) :])
+                self.print_note("(full answer)")
+            self._streamed_text = ""
+        self._append_text(text[len(self._streamed_text) :])
         self._end_open_line()
 
     def _append_text(self, text: str) -> None:
         if not text or self._style == "silent":
             return
-        if not self._introduced and self._style == "conversation":
-            self._shown.append(bold(f"{clean_line(self.speaker)}> "))
-        self._introduced = True
+        if not self._has_printed_speaker and self._style == "conversation":
+            self._pending_output.append(bold(f"{clean_line(self.speaker)}> "))
+        self._has_printed_speaker = True
         self._mid_line = not text.endswith("\n")
-        self._shown.append(clean_text(text) if sys.stdout.isatty() else text)
+        self._pending_output.append(clean_text(text) if sys.stdout.isatty() else text)
 
     def _append_line(self, text: str) -> None:
         self._end_open_line()
-        self._shown.append(f"{text}\n")
+        self._pending_output.append(f"{text}\n")
 
     def _end_open_line(self) -> None:
         if self._mid_line:
-            self._shown.append("\n")
+            self._pending_output.append("\n")
         self._mid_line = False
 
     def _flush(self) -> None:
         """Print the collected output in one piece, since a prompt may have to be redrawn below it."""
-        if self._shown:
-            self.out("".join(self._shown))
-        self._shown.clear()
+        if self._pending_output:
+            self.out("".join(self._pending_output))
+        self._pending_output.clear()
 
     _mid_line = False
 

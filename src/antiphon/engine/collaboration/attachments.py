@@ -19,8 +19,8 @@ import stat
 import unicodedata
 import uuid
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 import msgspec
@@ -212,13 +212,13 @@ def _check_sizes(
         )
 
 
-def _measure_decoded_size(attachment: SpawnAttachment, most: int) -> int:
+def _measure_decoded_size(attachment: SpawnAttachment, maximum: int) -> int:
     """Return the decoded size without decoding; a lower bound for text that is too long anyway."""
     content = attachment.content
     if attachment.encoding == "base64":
         code = content.translate(_WHITESPACE_REMOVAL_TABLE)
         return len(code) * 3 // 4 - code[-2:].count("=")
-    return len(content) if len(content) > most else len(content.encode("utf-8", "surrogatepass"))
+    return len(content) if len(content) > maximum else len(content.encode("utf-8", "surrogatepass"))
 
 
 def _decode_content(number: int, name: str, attachment: SpawnAttachment) -> bytes:
@@ -272,8 +272,11 @@ def write(
     files: Sequence[tuple[str, bytes]],
     *,
     mime_types: Mapping[str, str] | None = None,
+    below: str = "",
 ) -> AttachmentReceipt:
     """Write the files that `validate_attachments` returned. Durable on return; may be repeated after a crash.
+
+    `below` is the directory in the workspace that the child works in; empty if it is the workspace itself.
 
     `folder` is chosen by us, never by a caller. If it already has exactly these files, the result is the same receipt;
     with other files it is a `Conflict`. The MIME types only go into the manifest.
@@ -284,7 +287,7 @@ def write(
             "The attachments' names are not trimmed.", "Check them first.", field="attachments"
         )
     written = build_receipt(folder, files)
-    with _translate_os_errors("written"), _open_attachments_dir(workspace, make=True) as place:
+    with _translate_os_errors("written"), _open_attachments_dir(workspace, below, make=True) as place:
         _remove_entry(place, folder + _PARTIAL_SUFFIX)
         if not _exists(place, folder):
             _write_folder(
@@ -301,7 +304,7 @@ def write(
     return written
 
 
-def remove(workspace: Path, folder: str) -> None:
+def remove(workspace: Path, folder: str, *, below: str = "") -> None:
     """Remove the folder with its current contents and any partial draft. Links are removed, not their targets.
 
     A missing folder is no error. It is an error if `.antiphon` or `attachments` is not a directory.
@@ -311,7 +314,7 @@ def remove(workspace: Path, folder: str) -> None:
     with (
         _translate_os_errors("removed"),
         suppress(FileNotFoundError),
-        _open_attachments_dir(workspace, make=False) as place,
+        _open_attachments_dir(workspace, below, make=False) as place,
     ):
         _remove_entry(place, part)
         with suppress(FileNotFoundError):
@@ -370,13 +373,12 @@ def _translate_os_errors(done: str) -> Generator[None]:
 
 
 @contextmanager
-def _open_attachments_dir(workspace: Path, *, make: bool) -> Generator[int]:
+def _open_attachments_dir(workspace: Path, below: str, *, make: bool) -> Generator[int]:
     """Open the directory of all folders. Only the workspace itself may be a link: the operator chose it."""
-    with (
-        _open_directory(_resolve_workspace(workspace)) as root,
-        _open_subdirectory(root, _STATE_DIR_NAME, make=make) as ours,
-        _open_subdirectory(ours, _ATTACHMENTS_DIR_NAME, make=make) as place,
-    ):
+    with ExitStack() as opened:
+        place = opened.enter_context(_open_directory(_resolve_workspace(workspace)))
+        for name in (*PurePosixPath(below).parts, _STATE_DIR_NAME, _ATTACHMENTS_DIR_NAME):
+            place = opened.enter_context(_open_subdirectory(place, name, make=make))
         yield place
 
 

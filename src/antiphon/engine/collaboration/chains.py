@@ -100,7 +100,7 @@ async def record_wait(
     if path is not None:
         path = await _describe_path(tx, path, describe)
         raise WaitCycle(
-            f"Waiting would close a circle: {' waits for '.join(map(repr, path))}.",
+            f"Waiting would create a cycle: {' waits for '.join(map(repr, path))}.",
             "Send with timeoutSeconds 0, or answer first.",
             path=path,
         )

@@ -258,7 +258,7 @@ _VOCABULARY_BY_LOCALE: dict[Locale, _ReportVocabulary] = {
 
 def format_passed_up_note(requester_key: str) -> str:
     """Return the note below a report that goes to an ancestor because the requester is gone."""
-    return f"{quote_name(requester_key)} asked for this and is gone."
+    return f"{quote_name(requester_key)} requested this and no longer exists."
 
 
 def format_report(report: TaskReport, locale: Locale) -> str:

@@ -54,6 +54,6 @@ def _remove_files(options: TaskOptions) -> None:
     if options.cleanup == "keep" and options.retain:
         return
     try:
-        attachments.remove(Path(options.workspace), options.attachments)
+        attachments.remove(Path(options.workspace), options.attachments, below=options.workspace_below)
     except AntiphonError as error:  # the folder was changed by another program, so it is left alone
         log.warning("%s", error)

@@ -36,6 +36,8 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
     transcripts: str = ""
     """The directory of transcript files; empty where none are written."""
     workspace: str | None = None
+    workspace_below: str = ""
+    """The child's directory in the workspace of its agent; empty in tasks of older releases."""
     attachments: str | None = None
     """The folder of the child's files (`attachments.write`)."""
     retain: bool = False

@@ -1,12 +1,12 @@
 """Runs that end their turn to wait for sub-agents, and the run that answers for them.
 
-    running ──▶ yielded ──(the reports are there)──▶ handed to the run of the wake ──(its end)──▶ answered
+    running ──▶ yielded ──(the reports are there)──▶ assigned to the run of the wake ──(its end)──▶ answered
                    └──(the session is stopped)──▶ ended without an answer
 
 `runs.woken_by` is '' for a run that waits, and later the id of the run that wakes its session. Several runs of
 one session may wait at once: one wake answers for all of them, or one for each agent in the session that all agents
-share. A run that yields keeps its exchange until it has ended, because it may still fail; it is handed on after that.
-`subagents` decides when a task has ended; here is decided which session that wakes.
+share. A run that yields keeps its exchange until it has ended, because it may still fail; the wake gets it after that.
+`subagents` decides when a task has ended; this module decides which session that wakes.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ async def list_waiting_agents(tx: Tx, session: Row) -> list[str | None]:
     return list(dict.fromkeys(run["agent_id"] for run in waiting))
 
 
-async def hand_waiting_runs_to_wakes(tx: Tx, session: Row, wakes: Mapping[str | None, str]) -> None:
+async def assign_waiting_runs_to_wakes(tx: Tx, session: Row, wakes: Mapping[str | None, str]) -> None:
     """Let the wake of each agent answer for all its runs that wait in a session, and stop the session's waiting."""
     await tx.do(TASKS_SQL.set_yield, session=session["id"], how=None, run_id=None)
     for run in await tx.all(RUNS_SQL.waiting_for_wake, session=session["id"]):
         wake = wakes[run["agent_id"]]
         await tx.do(RUNS_SQL.assign_wake, id=run["id"], wake=wake)
         if run["yielded"]:
-            await _hand_on_exchanges(tx, run, wake)
+            await _transfer_exchanges(tx, run, wake)
 
 
-async def hand_run_to_wake(tx: Tx, run_id: str | None, wake: str) -> None:
+async def assign_run_to_wake(tx: Tx, run_id: str | None, wake: str) -> None:
     """Let a queued wake answer for a run that is about to yield."""
     await tx.do(RUNS_SQL.assign_wake, id=run_id, wake=wake)
 
 
 async def finish_yielded_run(tx: Tx, run_id: str) -> bool:
-    """Hand on the exchanges of a run that ended by yielding. False if no run will answer for it.
+    """Transfer the exchanges of a run that ended by yielding. False if no run will answer for it.
 
     That is the case if its session was stopped after the run yielded.
     """
@@ -70,11 +70,11 @@ async def finish_yielded_run(tx: Tx, run_id: str) -> bool:
     if run is None or run["woken_by"] is None:
         return False
     if run["woken_by"]:
-        await _hand_on_exchanges(tx, run, run["woken_by"])
+        await _transfer_exchanges(tx, run, run["woken_by"])
     return True
 
 
-async def take_answered_runs(tx: Tx, wake: str) -> list[Row]:
+async def pop_runs_answered_by(tx: Tx, wake: str) -> list[Row]:
     """Return the runs that a wake answers for and clear the assignment: call this once, at its end."""
     runs = await tx.all(RUNS_SQL.yielded_runs_of_wake, id=wake)
     await tx.do(RUNS_SQL.clear_wake, id=wake)
@@ -91,7 +91,7 @@ async def stop_waiting(tx: Tx, session: int) -> list[tuple[int, str]]:
     left: list[tuple[int, str]] = []
     for run in await tx.all(RUNS_SQL.waiting_for_wake, session=session):
         if run["yielded"]:
-            runs = [run, *await take_answered_runs(tx, run["id"])]
+            runs = [run, *await pop_runs_answered_by(tx, run["id"])]
             left += [(each["exchange"], run["id"]) for each in runs if each["exchange"] is not None]
     await tx.do(RUNS_SQL.stop_waiting, session=session)
     return left
@@ -103,10 +103,10 @@ async def _mark_legacy_waiting_run(tx: Tx, session: Row) -> None:
         await tx.do(RUNS_SQL.wait_for_wake_if_unassigned, id=session["yield_run"])
 
 
-async def _hand_on_exchanges(tx: Tx, run: Row, wake: str) -> None:
-    """Hand on a run's exchange, and those that it was itself woken to answer."""
-    handed = [run, *await tx.all(RUNS_SQL.yielded_runs_of_wake, id=run["id"])]
-    for each in handed:
+async def _transfer_exchanges(tx: Tx, run: Row, wake: str) -> None:
+    """Transfer a run's exchange, and those that it was itself woken to answer."""
+    transferred = [run, *await tx.all(RUNS_SQL.yielded_runs_of_wake, id=run["id"])]
+    for each in transferred:
         if each["exchange"] is not None:
             await tx.do(EXCHANGES_SQL.set_current_run, n=each["exchange"], run_id=run["id"], next=wake)
         await tx.do(RUNS_SQL.assign_wake, id=each["id"], wake=wake)
@@ -147,7 +147,7 @@ async def wake_requester(tx: Tx, task: Row, now: int) -> Effects:
             wakes[agent] = accepted.run_id
             effects += Effects.queue(accepted)
     if wakes:
-        await hand_waiting_runs_to_wakes(tx, session, wakes)
+        await assign_waiting_runs_to_wakes(tx, session, wakes)
     return effects
 
 
@@ -187,5 +187,5 @@ async def hand_to_queued_wake(tx: Tx, session: int, run_id: str | None, agent_id
     waking = await tx.one(RUNS_SQL.queued_wake, session=session, agent_id=agent_id)
     if waking is None:
         return False
-    await hand_run_to_wake(tx, run_id, waking["id"])
+    await assign_run_to_wake(tx, run_id, waking["id"])
     return True

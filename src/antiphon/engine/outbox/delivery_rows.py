@@ -106,7 +106,7 @@ async def requeue_delivery(tx: Tx, key: str, now: int) -> Row:
         raise NotFound(f"There is no delivery {key!r}.", "Use a key that `antiphon deliveries` shows.")
     if not await tx.do(SQL.requeue, n=row["n"], now=now):
         raise Conflict(
-            f"Delivery {key!r} is {row['state']}.", "Only what is dead, ambiguous or blocked is sent again."
+            f"Delivery {key!r} is {row['state']}.", "Retry only dead, ambiguous or blocked deliveries."
         )
     after = await tx.one(SQL.by_key, key=key)
     assert after is not None

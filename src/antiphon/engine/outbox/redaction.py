@@ -10,6 +10,7 @@ keys span several lines.
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import overload
 
 MIN_PARTIALLY_SHOWN_CHARACTERS = 18  # shorter secrets are masked completely
@@ -32,28 +33,25 @@ _PREFIXED_TOKEN_PATTERN = (
     r"|xapp-[A-Za-z0-9-]{8,}+|gsk_[A-Za-z0-9_-]{10,}+|AIza[A-Za-z0-9_-]{20,}+|pplx-[A-Za-z0-9_-]{10,}+"
     r"|npm_[A-Za-z0-9]{10,}+"
 )
-_SECRET_PATTERNS = tuple(
-    re.compile(pattern)
-    for pattern in (
-        # API_KEY=…, DB_PASSWORD: … Capitals only: `key=len` and `Key: value` are ordinary code and prose.
-        rf"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)[ \t]{{0,8}}[=:](?![=:])[ \t]{{0,8}}{_VALUE_PATTERN}",
-        # api_key=…, password=… as in URLs and connection strings.
-        rf"{_SECRET_NAME_PATTERN}=(?!=){_VALUE_PATTERN}",
-        rf"""(?P<mark>["']){_SECRET_NAME_PATTERN}(?P=mark)[ \t]{{0,8}}:[ \t]{{0,8}}"""
-        r"""(?P<quote>["'])(?P<plain>(?:(?!(?P=quote))[^\\\n]|\\.)++)""",
-        # JSON inside a JSON string.
-        rf"""\\"{_SECRET_NAME_PATTERN}\\"[ \t]{{0,8}}:[ \t]{{0,8}}\\"(?P<plain>(?:[^"\\\n]|\\[^"\n])++)""",
-        rf"--{_SECRET_NAME_PATTERN}[ \t]{{1,8}}(?!-){_VALUE_PATTERN}",
-        r"""(?i:authorization)["']?[ \t]{0,8}[:=][ \t]{0,8}["']?(?i:bearer|basic)[ \t]{1,8}"""
-        r"""(?P<plain>[^\s"'`\\,;]++)""",
-        r"(?i:bearer)[ \t]{1,8}(?P<plain>[A-Za-z0-9._~+/=-]{18,}+)",
-        rf"(?<![A-Za-z0-9])(?P<plain>{_PREFIXED_TOKEN_PATTERN})",
-        # A Telegram bot token; in its URLs it follows `bot`.
-        r"(?<![0-9])(?P<plain>[0-9]{6,12}+:[A-Za-z0-9_-]{20,}+)",
-    )
+_SECRET_PATTERNS = (
+    # API_KEY=…, DB_PASSWORD: … Capitals only: `key=len` and `Key: value` are ordinary code and prose.
+    rf"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)[ \t]{{0,8}}[=:](?![=:])[ \t]{{0,8}}{_VALUE_PATTERN}",
+    # api_key=…, password=… as in URLs and connection strings.
+    rf"{_SECRET_NAME_PATTERN}=(?!=){_VALUE_PATTERN}",
+    rf"""(?P<mark>["']){_SECRET_NAME_PATTERN}(?P=mark)[ \t]{{0,8}}:[ \t]{{0,8}}"""
+    r"""(?P<quote>["'])(?P<plain>(?:(?!(?P=quote))[^\\\n]|\\.)++)""",
+    # JSON inside a JSON string.
+    rf"""\\"{_SECRET_NAME_PATTERN}\\"[ \t]{{0,8}}:[ \t]{{0,8}}\\"(?P<plain>(?:[^"\\\n]|\\[^"\n])++)""",
+    rf"--{_SECRET_NAME_PATTERN}[ \t]{{1,8}}(?!-){_VALUE_PATTERN}",
+    r"""(?i:authorization)["']?[ \t]{0,8}[:=][ \t]{0,8}["']?(?i:bearer|basic)[ \t]{1,8}"""
+    r"""(?P<plain>[^\s"'`\\,;]++)""",
+    r"(?i:bearer)[ \t]{1,8}(?P<plain>[A-Za-z0-9._~+/=-]{18,}+)",
+    rf"(?<![A-Za-z0-9])(?P<plain>{_PREFIXED_TOKEN_PATTERN})",
+    # A Telegram bot token; in its URLs it follows `bot`.
+    r"(?<![0-9])(?P<plain>[0-9]{6,12}+:[A-Za-z0-9_-]{20,}+)",
 )
 _PEM_LABEL_PATTERN = r"[A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
-_PRIVATE_KEY_PATTERN = re.compile(
+_PRIVATE_KEY_PATTERN = (
     rf"(?P<first>-----BEGIN {_PEM_LABEL_PATTERN})"
     rf"(?:(?P<body>(?:[^-]|-(?!----))*+)(?P<last>-----END {_PEM_LABEL_PATTERN})"
     # A truncated key: everything that looks like its lines.
@@ -68,14 +66,21 @@ _QUOTE_PATTERN = re.compile(r"""["'\\]""")
 _MASKED_PATTERN = re.compile(r"[*…]+|.{6}….{4}", re.DOTALL)
 
 
+@cache  # on first use: most commands redact nothing, and compiling takes as long as importing several modules
+def _compile_patterns() -> tuple[re.Pattern[str], tuple[re.Pattern[str], ...]]:
+    """Return the pattern of private keys, and those of other secrets."""
+    return re.compile(_PRIVATE_KEY_PATTERN), tuple(map(re.compile, _SECRET_PATTERNS))
+
+
 def redact(text: str) -> str:
     """Return the text with its secrets masked; the same object if it has none."""
     if not _may_hold_secret(text):
         return text
+    private_key, secrets = _compile_patterns()
     before = text
     for _ in range(MAX_REDACTION_ROUNDS):
-        after = _PRIVATE_KEY_PATTERN.sub(_mask_private_key, before)
-        for pattern in _SECRET_PATTERNS:
+        after = private_key.sub(_mask_private_key, before)
+        for pattern in secrets:
             after = pattern.sub(_mask_match, after)
         if after == before:
             break
@@ -104,7 +109,7 @@ def _may_hold_secret(text: str) -> bool:
     folded = text.casefold()
     if any(word in folded for word in _SECRET_HINTS):
         return True
-    return ":" in text and _SECRET_PATTERNS[-1].search(text) is not None
+    return ":" in text and _compile_patterns()[1][-1].search(text) is not None
 
 
 def _mask_match(match: re.Match[str]) -> str:

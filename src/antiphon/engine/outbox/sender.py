@@ -48,13 +48,13 @@ class _DeliveryOutcome(NamedTuple):
     error: str | None = None
     message_id: str | None = None
     next_at: int = 0
-    doubtful: bool = False
+    may_have_been_sent: bool = False
 
 
 class DeliveryChannel(Protocol):
-    """A channel to people. `keyed` means that posting the same key again has no effect."""
+    """A channel to people. `is_idempotent` means that posting the same key again has no effect."""
 
-    keyed: bool
+    is_idempotent: bool
 
     async def post(self, key: str, destination: Destination, text: str) -> str | None:
         """Post a text. Returns the id of the message on the channel, if it has one.
@@ -127,13 +127,13 @@ class Outbox(msgspec.Struct):
         self._active[row["place"]] = task
         task.add_done_callback(lambda done: self._on_delivery_done(row["place"], done))
 
-    def _on_delivery_done(self, place: str, task: asyncio.Task[None]) -> None:
-        del self._active[place]
+    def _on_delivery_done(self, destination_key: str, task: asyncio.Task[None]) -> None:
+        del self._active[destination_key]
         if task.cancelled():
             return
         if error := task.exception():
             # No immediate retry, since such a failure usually repeats.
-            log.error("Failed to record a delivery to %r: %s", place, error, exc_info=error)
+            log.error("Failed to record a delivery to %r: %s", destination_key, error, exc_info=error)
         else:
             self.wake()
 
@@ -145,7 +145,10 @@ class Outbox(msgspec.Struct):
             if await self.store.tx(self._settle_webchat_delivery, row, text, self.clock.now()):
                 self._publish_delivered(row, text)
         elif channel is None:
-            error = f"There is no channel {destination.channel!r} here. Set it up, then deliver again."
+            error = (
+                f"Channel {destination.channel!r} is not configured."
+                " Configure it, then run `antiphon deliveries retry`."
+            )
             await self._record_outcome(row, _DeliveryOutcome("dead", error), row["attempts"])
         elif await self.store.tx(self._claim_delivery, row, text, owner, self.clock.now()):
             outcome = await self._post_to_channel(row, channel, destination, text)
@@ -158,14 +161,14 @@ class Outbox(msgspec.Struct):
         session = await tx.one(SESSIONS_SQL.by_id, id=row["session"])
         channel = delivery_rows.decode_destination(row["destination"]).channel
         if session is None and channel == WEBCHAT_CHANNEL:
-            return _DeliveryOutcome("dead", "The session was deleted. There is nowhere to deliver to.")
+            return _DeliveryOutcome("dead", "The session was deleted, so the text cannot be delivered.")
         if not self.resolver.can_post(row["session_key"], channel, session):
             return _DeliveryOutcome(
-                "blocked", "send blocked by session policy. Change session.sendPolicy, then deliver again."
+                "blocked", "send blocked by session policy. Change session.sendPolicy, then retry."
             )
         if not text:
             return _DeliveryOutcome(
-                "blocked", "The text contains nothing for people. There is nothing to deliver."
+                "blocked", "The text contains nothing for people, so there is nothing to deliver."
             )
         return None
 
@@ -190,7 +193,7 @@ class Outbox(msgspec.Struct):
             async with asyncio.timeout(CHANNEL_POST_TIMEOUT_SECONDS):
                 message_id = await channel.post(row["key"], destination, text)
         except Undeliverable as error:
-            return self._build_failure(row, str(error), retryable=not error.final, doubtful=False)
+            return self._build_failure(row, str(error), retryable=not error.final, may_have_been_sent=False)
         except Exception as error:  # foreign code: after any error it is unknown whether the text was sent
             log.warning(
                 "Delivery %r failed and may have been sent: %s",
@@ -200,18 +203,23 @@ class Outbox(msgspec.Struct):
                 extra={"session_key": row["session_key"]},
             )
             return self._build_failure(
-                row, f"{type(error).__name__}: {error}", retryable=channel.keyed, doubtful=True
+                row,
+                f"{type(error).__name__}: {error}",
+                retryable=channel.is_idempotent,
+                may_have_been_sent=True,
             )
         return _DeliveryOutcome("delivered", message_id=message_id)
 
-    def _build_failure(self, row: Row, error: str, *, retryable: bool, doubtful: bool) -> _DeliveryOutcome:
+    def _build_failure(
+        self, row: Row, error: str, *, retryable: bool, may_have_been_sent: bool
+    ) -> _DeliveryOutcome:
         attempts = row["attempts"] + 1
         if not retryable or attempts >= MAX_DELIVERY_ATTEMPTS:
-            # If an earlier attempt was doubtful, a definite failure now does not resolve it.
-            return _DeliveryOutcome("ambiguous" if doubtful or row["doubtful"] else "dead", error)
+            # If an earlier attempt may have been sent, a definite failure now does not resolve it.
+            return _DeliveryOutcome("ambiguous" if may_have_been_sent or row["doubtful"] else "dead", error)
         seconds = min(MAX_RETRY_DELAY_SECONDS, 2.0**attempts) * random.uniform(0.5, 1.0)  # noqa: S311
         next_at = self.clock.now() + round(seconds * 1000)
-        return _DeliveryOutcome("pending", error, next_at=next_at, doubtful=doubtful)
+        return _DeliveryOutcome("pending", error, next_at=next_at, may_have_been_sent=may_have_been_sent)
 
     async def _record_outcome(self, row: Row, outcome: _DeliveryOutcome, attempts: int) -> None:
         """Record an outcome, retrying until the store accepts it or another process has taken over the delivery."""
@@ -233,12 +241,12 @@ class Outbox(msgspec.Struct):
         """Settle deliveries that a dead owner was sending, or that this process has lost track of."""
         for row in await _list_abandoned(tx, owner, sending, now):
             channel = self.channels.get(delivery_rows.decode_destination(row["destination"]).channel)
-            if channel is not None and channel.keyed:
-                await _settle_delivery(tx, row, _DeliveryOutcome("pending", next_at=now, doubtful=True), now)
-            else:
-                error = (
-                    "The gateway stopped while this was being sent. Look there before you deliver it again."
+            if channel is not None and channel.is_idempotent:
+                await _settle_delivery(
+                    tx, row, _DeliveryOutcome("pending", next_at=now, may_have_been_sent=True), now
                 )
+            else:
+                error = "The gateway stopped while this was being sent. Check the channel for it before you retry."
                 await _settle_delivery(tx, row, _DeliveryOutcome("ambiguous", error), now)
 
     def _publish_delivered(self, row: Row, text: str) -> None:
@@ -280,7 +288,7 @@ async def _settle_delivery(
         error=outcome.error,
         message_id=outcome.message_id,
         next_at=outcome.next_at,
-        doubtful=int(outcome.doubtful),
+        doubtful=int(outcome.may_have_been_sent),
         now=now,
     )
     if state == "pending" or not settled:

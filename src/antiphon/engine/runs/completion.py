@@ -55,7 +55,7 @@ async def _pass_on_outcome(tx: Tx, step: CompletedStep, now: int) -> Effects:
     """Pass the outcome of a run to its exchange and reply target, and to those of the runs it answers for."""
     effects, answered_targets = list[Effects](), set[str]()
     answered: list[Row] = (
-        await yields.take_answered_runs(tx, step.run_id) if step.origin == WAKE_ORIGIN else []
+        await yields.pop_runs_answered_by(tx, step.run_id) if step.origin == WAKE_ORIGIN else []
     )
     requests = [(step.run_id, step.exchange, step.target)]
     requests += [(run["id"], run["exchange"], run["target"]) for run in answered]

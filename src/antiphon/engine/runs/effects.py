@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from antiphon.bus import StopRequested
+from antiphon.bus import ApprovalChanged, StopRequested
 from antiphon.engine.runs.run_queue import AcceptedRun
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.messages import Message
@@ -83,11 +83,18 @@ class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
     usage: Row | None = None
 
 
+class ExpiredApproval(msgspec.Struct, frozen=True):
+    """An approval that the run of a session does not wait for any more."""
+
+    session: int
+    event: ApprovalChanged
+
+
 class Effects(msgspec.Struct, frozen=True):
     """What a commit leads to, in the order in which it is published. Combined with `+`, in loops with `combine`."""
 
-    steps: tuple[EndedRun | AcceptedRun | StopRequested, ...] = ()
-    """Runs that ended, runs that were queued, and active runs whose owner must stop them."""
+    steps: tuple[EndedRun | AcceptedRun | StopRequested | ExpiredApproval, ...] = ()
+    """Runs that ended, runs that were queued, active runs whose owner must stop them, and approvals that expired."""
     has_deliveries: bool = False
     """Whether the outbox has something to send."""
 

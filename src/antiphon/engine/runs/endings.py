@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from antiphon.bus import StopRequested
 from antiphon.engine.collaboration import subagents
-from antiphon.engine.runs import completion
+from antiphon.engine.runs import approval_rows, completion
 from antiphon.engine.runs.context import build_interrupted_result
 from antiphon.engine.runs.effects import (
     NO_EFFECTS,
     CompletedStep,
     Effects,
     EndedRun,
+    ExpiredApproval,
     RunEnding,
     RunIdentity,
 )
@@ -56,8 +57,12 @@ async def end_run(tx: Tx, run: RunIdentity, ending: RunEnding, last_seq: int | N
         yielded=int(ending.yielded),
         now=now,
     )
+    expired = NO_EFFECTS
+    if last_seq is not None and ending.state not in {"ok", "incomplete"}:  # then all its calls have returned
+        events = await approval_rows.expire_approvals_of_run(tx, run.run_id, now)
+        expired = Effects(tuple(ExpiredApproval(run.session, event) for event in events))
     if run.exchange is None and run.task is None and run.target is None and run.origin != WAKE_ORIGIN:
-        return NO_EFFECTS
+        return expired
     step = CompletedStep(
         run_id=run.run_id,
         session=run.session,
@@ -72,7 +77,7 @@ async def end_run(tx: Tx, run: RunIdentity, ending: RunEnding, last_seq: int | N
         model=ending.model_answered,
         yielded=ending.yielded,
     )
-    effects = await completion.complete_step(tx, step, now)
+    effects = expired + await completion.complete_step(tx, step, now)
     if ending.state == "timeout" and run.task is not None and run.origin != ANNOUNCE_ORIGIN:
         # The deadline covers the sub-agents of the run as well. An announce run spawns none.
         effects = await _cancel_descendants(tx, run.session, now) + effects

@@ -18,11 +18,18 @@ from antiphon.clock import Clock
 from antiphon.engine.collaboration import framing
 from antiphon.engine.outbox import sanitize
 from antiphon.engine.runs import compaction, context, lifecycle
+from antiphon.engine.runs.approval_gate import DEFAULT_APPROVAL_TIMEOUT_SECONDS, ApprovalGate
 from antiphon.engine.runs.context import ModelContext
 from antiphon.engine.runs.deltas import DeltaStream
 from antiphon.engine.runs.effects import RunEnding, RunOutcome
 from antiphon.engine.runs.lifecycle import Claim, retry_while_store_full
-from antiphon.engine.runs.tool_invocation import build_tool_result, invoke_tool
+from antiphon.engine.runs.tool_invocation import (
+    build_request,
+    build_tool_result,
+    contain_tool_errors,
+    find_call_error,
+    invoke_tool,
+)
 from antiphon.engine.sessions import transcripts
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.engine.toolbox import Tool, ToolOutput
@@ -70,6 +77,7 @@ class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
     max_result_chars: int
     thinking: str | None = None
     """Thinking level if neither the run nor its session sets one."""
+    approval_timeout_seconds: float = DEFAULT_APPROVAL_TIMEOUT_SECONDS
     model: str | None = None
     """The configured id of the model; replaces a model name from the provider that is unsafe to show."""
 
@@ -84,6 +92,7 @@ class RunLoop:
         claim: Claim,
         setup: RunSetup,
         deltas: DeltaStream,
+        approval_gate: ApprovalGate,
         on_entries: Callable[[Claim, Sequence[Entry]], None],
         on_tool: Callable[[Claim, ToolCall, ToolResult | None], None],
     ) -> None:
@@ -92,6 +101,7 @@ class RunLoop:
         self._claim = claim
         self._setup = setup
         self._deltas = deltas
+        self._approval_gate = approval_gate
         self._on_entries = on_entries
         self._on_tool = on_tool
         self._context = ModelContext()
@@ -343,13 +353,33 @@ class RunLoop:
     async def _run_tool_call(self, call: ToolCall, *, resumed: bool) -> ToolResult:
         setup = self._setup
         tool = setup.tools.get(call.name)
-        if resumed and (tool is None or tool.after_crash == "report"):
+        if resumed and (tool is None or (tool.after_crash == "report" and not tool.may_ask)):
             return context.build_interrupted_result(call, self._clock.now())
         self._on_tool(self._claim, call, None)
-        output = _TOO_MANY_CALLS
+        output: ToolOutput | None = _TOO_MANY_CALLS
         if call.id != self._excess_call_id:
-            output = await invoke_tool(call, setup.tools, setup.caller, self._claim)
+            output = await self._invoke_when_allowed(call, tool, resumed=resumed)
+        if output is None:
+            return context.build_interrupted_result(call, self._clock.now())
         return build_tool_result(call, output, setup.max_result_chars, self._clock.now())
+
+    async def _invoke_when_allowed(
+        self, call: ToolCall, tool: Tool | None, *, resumed: bool
+    ) -> ToolOutput | None:
+        """Make a call once a person has allowed it, if it needs that. Returns None if it was interrupted before."""
+        setup, claim = self._setup, self._claim
+        if tool is not None and tool.may_ask and find_call_error(call, setup.tools) is None:
+            request = build_request(call, setup.caller, claim)
+            refusal = await contain_tool_errors(
+                call,
+                claim,
+                self._approval_gate.find_refusal(
+                    claim, tool, request, setup.approval_timeout_seconds, resumed=resumed
+                ),
+            )
+            if refusal is not None:
+                return None if refusal == "interrupted" else refusal
+        return await invoke_tool(call, setup.tools, setup.caller, claim)
 
     def _find_excess_call(self) -> str | None:
         """Return the id of the first call of the latest answer beyond the limit, or None."""

@@ -31,12 +31,9 @@ T = TypeVar("T")
 TOOL_CANCEL_GRACE_SECONDS = 1.0
 
 
-async def invoke_tool(
-    call: ToolCall, tools: Mapping[str, Tool], caller: Caller, run: RunIdentity
-) -> ToolOutput:
-    """Execute a call. Errors become outputs, except those that keep the run from going on."""
-    tool = tools.get(call.name)
-    if tool is None:
+def find_call_error(call: ToolCall, tools: Mapping[str, Tool]) -> ToolOutput | None:
+    """Return why a call cannot be made, or None if it can."""
+    if call.name not in tools:
         known = ", ".join(tools) or "none"
         return ToolOutput(text=f"There is no tool {call.name!r}. The tools are: {known}.", is_error=True)
     if call.native and INVALID_ARGUMENTS_KEY in call.native:
@@ -45,12 +42,33 @@ async def invoke_tool(
             f"{MAX_ARGUMENT_LEVELS} levels. Call it again.",
             is_error=True,
         )
-    request = ToolRequest(caller=caller, run_id=run.run_id, call_id=call.id, arguments=call.arguments)
+    return None
+
+
+def build_request(call: ToolCall, caller: Caller, run: RunIdentity) -> ToolRequest:
+    return ToolRequest(caller=caller, run_id=run.run_id, call_id=call.id, arguments=call.arguments)
+
+
+async def invoke_tool(
+    call: ToolCall, tools: Mapping[str, Tool], caller: Caller, run: RunIdentity
+) -> ToolOutput:
+    """Execute a call. Errors become outputs, except those that keep the run from going on."""
+    if error := find_call_error(call, tools):
+        return error
+    return await contain_tool_errors(call, run, _invoke(tools[call.name], build_request(call, caller, run)))
+
+
+async def _invoke(tool: Tool, request: ToolRequest) -> ToolOutput:
+    with start_span("tool", run_id=request.run_id, tool=tool.spec.name, call_id=request.call_id):
+        if tool.after_crash == "report":
+            return await run_with_cancel_grace(tool.invoke(request))
+        return await retry_while_store_full(lambda: run_with_cancel_grace(tool.invoke(request)))
+
+
+async def contain_tool_errors(call: ToolCall, run: RunIdentity, work: Awaitable[T]) -> T | ToolOutput:
+    """Await work of a tool. Errors become outputs, except those that keep the run from going on."""
     try:
-        with start_span("tool", run_id=run.run_id, tool=call.name, call_id=call.id):
-            if tool.after_crash == "report":
-                return await run_with_cancel_grace(tool.invoke(request))
-            return await retry_while_store_full(lambda: run_with_cancel_grace(tool.invoke(request)))
+        return await work
     except (Fenced, StoreError):
         raise
     except AntiphonError as error:

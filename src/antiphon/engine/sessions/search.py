@@ -68,13 +68,13 @@ async def load_index_position(tx: Tx) -> tuple[int, int]:
     return row["last"], row["head"]
 
 
-async def index_entries(tx: Tx, most: int) -> int:
-    """Index up to `most` entries after the cursor. Returns the id of the last indexed entry."""
+async def index_entries(tx: Tx, maximum: int) -> int:
+    """Index up to `maximum` entries after the cursor. Returns the id of the last indexed entry."""
     cursor, _ = await load_index_position(tx)
     room = MAX_INDEX_BATCH_CHARACTERS
-    while most > 0 and room > 0:
+    while maximum > 0 and room > 0:
         rows = await tx.all(
-            SQL.unindexed, after=cursor, limit=min(_INDEX_FETCH_ROWS, most), block=ENTRIES_PER_BLOCK
+            SQL.unindexed, after=cursor, limit=min(_INDEX_FETCH_ROWS, maximum), block=ENTRIES_PER_BLOCK
         )
         if not rows:
             break
@@ -85,7 +85,7 @@ async def index_entries(tx: Tx, most: int) -> int:
                 await tx.do(SQL.insert, id=row["id"], words=words, scope=row["scope"], vector=vector)
                 room -= len(words)
             cursor = row["id"]
-        most -= len(rows)
+        maximum -= len(rows)
     await tx.do(SQL.advance, message=cursor)
     return cursor
 
@@ -284,9 +284,9 @@ async def _build_prefix_match(
 async def _load_completions(tx: Tx, word: str) -> list[str]:
     """Return indexed terms with this prefix, with and without diacritics: the tokenizer strips only some of them."""
     found: dict[str, None] = {}
-    for least in dict.fromkeys([word.lower(), fold_text(word)]):
+    for first in dict.fromkeys([word.lower(), fold_text(word)]):
         rows = await tx.all(
-            SQL.completions, least=least, most=f"{least}\U0010ffff", limit=MAX_COMPLETIONS + 1
+            SQL.completions, least=first, most=f"{first}\U0010ffff", limit=MAX_COMPLETIONS + 1
         )
         found |= dict.fromkeys(row["term"] for row in rows)
     return list(found)

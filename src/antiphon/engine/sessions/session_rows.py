@@ -23,6 +23,8 @@ from antiphon.store.fulltext import FulltextVector
 from antiphon.store.queries import Queries
 
 SQL = Queries("sessions")
+_FILE_VERSIONS_SQL = Queries("file_versions")
+_APPROVALS_SQL = Queries("approvals")
 RUNS_SQL = Queries("runs")
 EXCHANGES_SQL = Queries("exchanges")
 DELIVERIES_SQL = Queries("deliveries")
@@ -312,6 +314,8 @@ async def delete_session(tx: Tx, session: int, key: str, now: int) -> None:
     await tx.do(DELIVERIES_SQL.clear_texts, session=session)
     await tx.do(SQL.delete_lineage, id=session)
     await tx.do(SQL.delete_names, id=session)
+    await tx.do(_FILE_VERSIONS_SQL.delete_of_session, session=session)
+    await tx.do(_APPROVALS_SQL.delete_of_session, session=session)
     await tx.do(SQL.delete_session, id=session)
 
 

@@ -225,6 +225,13 @@ async def read_entries_after(tx: Tx, transcript: int, seq: int, limit: int, *, t
     return [Entry(*row) for row in await tx.all(query, transcript=transcript, seq=seq, limit=limit)]
 
 
+async def load_latest_entries(tx: Tx, transcripts: Sequence[int], max_bytes: int) -> dict[int, Entry]:
+    """Return the last entry of each transcript that is not a tool result; one longer than `max_bytes` has no body."""
+    listed = msgspec.json.encode(transcripts).decode()
+    rows = await tx.all(SQL.latest_entries, transcripts=listed, max_bytes=max_bytes)
+    return {transcript: Entry(*entry) for transcript, *entry in rows}
+
+
 async def load_last_seq(tx: Tx, transcript: int) -> int:
     row = await tx.one(SQL.last_seq, transcript=transcript)
     return row["last_seq"] if row else 0

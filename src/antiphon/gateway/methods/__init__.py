@@ -2,6 +2,7 @@
 
 from antiphon.gateway.methods import (
     agent,
+    approvals,
     chat,
     collaboration,
     cron,
@@ -18,6 +19,7 @@ __all__ = [
     "Method",
     "MethodCall",
     "agent",
+    "approvals",
     "chat",
     "collaboration",
     "cron",

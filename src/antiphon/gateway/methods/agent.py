@@ -75,7 +75,7 @@ async def run_agent(call: MethodCall, params: AgentParams) -> dict[str, Any]:
     """Submit a message. Responds twice: when it is durable, and when its run has ended."""
     _check_delivery(params)
     outcome = await slash_commands.submit_or_run_command(
-        call.operations, call.caller, _build_message(call, params)
+        call.operations, call.caller, _build_message(call, params), call.caller_name
     )
     if outcome.accepted is None:
         return {

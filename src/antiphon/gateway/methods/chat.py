@@ -169,7 +169,9 @@ async def send_chat_message(call: MethodCall, params: ChatSendParams) -> dict[st
 async def submit_message(call: MethodCall, message: IncomingMessage) -> dict[str, Any]:
     """Submit a message or run its slash command, and return the receipt."""
     try:
-        result = await slash_commands.submit_or_run_command(call.operations, call.caller, message)
+        result = await slash_commands.submit_or_run_command(
+            call.operations, call.caller, message, call.caller_name
+        )
     except Conflict as error:
         error.data["reason"] = "chat-request-conflict"
         raise

@@ -104,5 +104,5 @@ class DeliveryRetryParams(Params, frozen=True):
 
 @rpc_method("deliveries.retry", ADMIN_SCOPE, DeliveryRetryParams)
 async def retry_delivery(call: MethodCall, params: DeliveryRetryParams) -> DeliveryView:
-    """Send a dead, blocked or doubtful delivery again. Rejected while it is pending, so one request sends it once."""
+    """Send a dead, blocked or ambiguous delivery again. Rejected while it is pending, so one request sends it once."""
     return await call.operations.deliveries.retry(call.caller, params.key)

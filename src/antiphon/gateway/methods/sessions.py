@@ -19,6 +19,8 @@ from antiphon.operations.types import HistoryPage, ListFilter, SessionView
 from antiphon.store.listing import SESSION_KINDS
 
 MAX_SESSIONS_PER_PAGE = 200
+MAX_SESSIONS_PER_PREVIEW = 64  # read by one query
+MAX_PREVIEW_CHARACTERS = 120  # of the last message in a list
 
 
 class SessionListParams(Params, frozen=True):
@@ -79,17 +81,29 @@ async def list_sessions(call: MethodCall, params: SessionListParams) -> dict[str
         "nextCursor": page.next_cursor,
         "nextOffset": params.offset + page.count if page.next_cursor else None,
         "defaults": chat.get_model_defaults(call),
-        "sessions": await _build_rows(call, params, found),
+        "sessions": await _build_rows(call, found, with_last_message=_wants_last_message(params)),
     }
 
 
+def _wants_last_message(params: SessionListParams | SessionDescribeParams) -> bool:
+    return params.include_last_message or params.include_derived_titles
+
+
 async def _build_rows(
-    call: MethodCall, params: SessionListParams, found: Sequence[SessionView]
-) -> Sequence[object]:
-    if not (params.include_last_message or params.include_derived_titles):
+    call: MethodCall, found: Sequence[SessionView], *, with_last_message: bool
+) -> list[wire.SessionRow]:
+    if not with_last_message:
         return [wire.build_session_row(view) for view in found]
-    rows = [wire.build_session_dict(view) for view in found]
-    await _add_last_messages(call, rows)
+    rows: list[wire.SessionRow] = []
+    for start in range(0, len(found), MAX_SESSIONS_PER_PREVIEW):
+        part = found[start : start + MAX_SESSIONS_PER_PREVIEW]
+        previews = await call.operations.transcripts.preview(
+            call.caller, [view.key for view in part], 1, MAX_PREVIEW_CHARACTERS
+        )
+        for view, preview in zip(part, previews, strict=True):
+            last_message = preview.items[-1].text if preview.items else None
+            title = view.display_name or view.label or view.key
+            rows.append(wire.build_session_row(view, last_message, title))
     return rows
 
 
@@ -121,18 +135,6 @@ async def _skip_rows(call: MethodCall, filter: ListFilter, offset: int) -> ListF
         offset -= page.count
         filter = msgspec.structs.replace(filter, cursor=page.next_cursor)
     return filter
-
-
-async def _add_last_messages(call: MethodCall, found: list[dict[str, Any]]) -> None:
-    for start in range(0, len(found), 64):
-        part = found[start : start + 64]
-        previews = await call.operations.transcripts.preview(
-            call.caller, [row["key"] for row in part], 1, 120
-        )
-        for row, preview in zip(part, previews, strict=True):
-            if preview.items:
-                row["lastMessagePreview"] = preview.items[-1].text
-            row["derivedTitle"] = row.get("displayName") or row.get("label") or row["key"]
 
 
 class SessionResolveParams(Params, frozen=True):
@@ -224,11 +226,9 @@ async def describe_session(call: MethodCall, params: SessionDescribeParams) -> d
         )
     except NotFound:
         return {"session": None}
-    row = wire.build_session_dict(view)
-    row["activeRunIds"] = await call.operations.runs.list_unfinished(call.caller, view.key)
-    if params.include_derived_titles or params.include_last_message:
-        await _add_last_messages(call, [row])
-    return {"session": row}
+    rows = await _build_rows(call, [view], with_last_message=_wants_last_message(params))
+    active = await call.operations.runs.list_unfinished(call.caller, view.key)
+    return {"session": msgspec.structs.replace(rows[0], active_run_ids=active)}
 
 
 class SessionSearchParams(Params, frozen=True):

@@ -194,6 +194,7 @@ async def list_commands(call: MethodCall, params: CommandListParams) -> dict[str
         "new": "Start a new conversation; the old one stays readable.",
         "reset": "Same as /new.",
         "send": "Allow or forbid sending to this session: on, off or inherit.",
+        "approve": "Decide on a waiting tool call: ID allow-once, allow-always or deny.",
     }
     commands = [
         {
@@ -203,7 +204,7 @@ async def list_commands(call: MethodCall, params: CommandListParams) -> dict[str
             "category": "session",
             "source": "native",
             "scope": "text",
-            "acceptsArgs": name == "send",
+            "acceptsArgs": name in {"send", "approve"},
         }
         for name, about in known.items()
     ]

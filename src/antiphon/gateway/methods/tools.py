@@ -39,7 +39,7 @@ async def get_effective_tools(call: MethodCall, params: EffectiveToolsParams) ->
     session, actor = await call.operations.sessions.describe_actor(call.caller, params.session_key)
     return {
         "agentId": session.agent_id,
-        "profile": "full",
+        "profile": call.config.get_agent(session.agent_id or call.config.default_agent_id).tools.profile,
         "groups": _group_tools(actor.tools, _format_effective_fields),
     }
 
@@ -65,7 +65,7 @@ def _group_tools(
         }
         for tool in tools.values()
     ]
-    return [{"id": "core", "label": "Sessions", "source": "core", "tools": listed}] if listed else []
+    return [{"id": "core", "label": "Built-in tools", "source": "core", "tools": listed}] if listed else []
 
 
 class ToolInvokeParams(Params, frozen=True):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from antiphon import PROTOCOL_VERSIONS
-from antiphon.access import READ_SCOPE, Caller
+from antiphon.access import APPROVALS_SCOPE, READ_SCOPE, Caller
 from antiphon.gateway.auth import ClientIdentity
 from antiphon.gateway.ws import frames
 from antiphon.gateway.ws.protocol import Ping, SendNow, refuse_to_ping, refuse_to_send
@@ -338,6 +338,10 @@ class ConnectionSet:
     def iter_readers(self) -> Iterator[WebSocketConnection]:
         """Yield the connections that may read sessions."""
         return (each for each in self._connections if READ_SCOPE in each.caller.scopes)
+
+    def iter_approvers(self) -> Iterator[WebSocketConnection]:
+        """Yield the connections that may decide on tool calls."""
+        return (each for each in self._connections if APPROVALS_SCOPE in each.caller.scopes)
 
     def iter_session_subscribers(self) -> Iterator[WebSocketConnection]:
         """Yield the connections that get changes of all sessions."""

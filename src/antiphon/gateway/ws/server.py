@@ -236,9 +236,7 @@ class WebSocketServer:
             )
         except Exception:
             log.exception("Method %r failed", request.method)
-            error = frames.WireError(
-                "UNAVAILABLE", "The gateway failed at this. See its log, then try again."
-            )
+            error = frames.WireError("UNAVAILABLE", "Internal error. See the gateway's log, then try again.")
             return frames.encode_error_response(request.id, error)
 
 

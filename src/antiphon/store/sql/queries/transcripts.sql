@@ -18,6 +18,16 @@ SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id,
 FROM messages m LEFT JOIN runs r ON r.n = m.run
 WHERE m.transcript = :transcript AND m.seq < :seq AND m.role <> 'toolResult' ORDER BY m.seq DESC LIMIT :limit;
 
+-- name: latest_entries
+-- The last entry of each transcript that is not a tool result. A body longer than `max_bytes` is returned as ''.
+SELECT m.transcript, m.seq, m.entry, m.role, CASE WHEN length(m.body) <= :max_bytes THEN m.body ELSE '' END AS body,
+       m.created_at, r.id AS run_id,
+       CASE r.origin WHEN 'announce' THEN coalesce(r.shown, 0) WHEN 'note' THEN coalesce(r.shown, 1) ELSE 1 END AS shown
+FROM (SELECT (SELECT l.id FROM messages l WHERE l.transcript = CAST(t.value AS BIGINT) AND l.role <> 'toolResult'
+              ORDER BY l.seq DESC LIMIT 1) AS id
+      FROM /*lite*/ json_each(:transcripts) AS t /*pg: json_array_elements_text(CAST(:transcripts AS json)) AS t(value) */) AS latest
+JOIN messages m ON m.id = latest.id LEFT JOIN runs r ON r.n = m.run;
+
 -- name: page_after
 SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id,
        CASE r.origin WHEN 'announce' THEN coalesce(r.shown, 0) WHEN 'note' THEN coalesce(r.shown, 1) ELSE 1 END AS shown
