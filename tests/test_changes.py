@@ -957,6 +957,25 @@ async def test_previews_are_the_last_words_of_what_may_be_read(tmp_path: Path) -
             await app.operations.transcripts.preview(Caller.operator([]), [SIDE])
 
 
+@pytest.mark.requirement("V3")
+async def test_a_preview_of_one_message_goes_back_to_the_last_text(tmp_path: Path) -> None:
+    async with open_app_fixture(tmp_path, echo) as app:
+        busy, long, silent = (f"agent:main:dashboard:{name}" for name in ("busy", "long", "silent"))
+        await fill(app, busy, make_answer("before the call"), make_tool_calls("look"))
+        await fill(app, long, make_answer("words " * 20_000))
+        await fill(app, silent, make_answer("before the silence"), make_answer("NO_REPLY"))
+        previews = await app.operations.transcripts.preview(
+            OPERATOR, [busy, long, busy, silent], limit=1, max_chars=20
+        )
+        texts = [[item.text for item in preview.items] for preview in previews]
+        assert texts == [
+            ["before the call"],
+            ["words words words w…"],
+            ["before the call"],
+            ["before the silence"],
+        ]
+
+
 async def test_what_was_added_is_in_every_page_of_history(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, echo) as app:
         await app.ask("hello")

@@ -26,6 +26,7 @@ from antiphon.config import (
     Config,
     LoadedConfig,
     Secret,
+    WebFetchConfig,
     build_json_schema,
     list_secrets,
     load,
@@ -38,7 +39,7 @@ from antiphon.config.compat import FOREIGN_KEYS, SESSION_TOOL_NAMES, TOOL_GROUPS
 from antiphon.config_file import find_duplicate_keys
 from antiphon.errors import ConfigError, NotFound, UnknownModel
 from antiphon.runtimes.registry import RuntimeRegistry
-from antiphon.tools import create_session_tools
+from antiphon.tools import create_file_tools, create_session_tools, create_web_tools
 from support.privileges import drop_privileges
 
 pytestmark = pytest.mark.requirement("C")
@@ -516,6 +517,7 @@ READ_WITHIN = {
     "models.mode": "there is nothing that could be merged or replaced",
     "session.compat.providerField": "rows always have it",
     "store.synchronous": "as store_synchronous",
+    "tools.fs.workspaceOnly": "file tools always stay inside; only false is warned about",
 }
 
 
@@ -722,7 +724,7 @@ def test_agents_that_may_be_spawned_and_are_not_there_are_told() -> None:
         ("gateway.tools.deny", {"gateway": {"tools": {"deny": ["sesions_send"]}}}),
         ("tools.allow", {"tools": {"allow": ["sessions_sned"]}}),
         ("tools.deny", {"tools": {"deny": ["sessions.send"]}}),
-        ("tools.subagents.tools.allow", {"tools": {"subagents": {"tools": {"allow": ["Sessions_Send"]}}}}),
+        ("tools.subagents.tools.allow", {"tools": {"subagents": {"tools": {"allow": ["Session_Send"]}}}}),
         (
             "tools.subagents.tools.alsoAllow",
             {"tools": {"subagents": {"tools": {"alsoAllow": ["session_send"]}}}},
@@ -758,10 +760,12 @@ def test_a_group_stands_for_its_tools_and_one_that_has_none_is_told() -> None:
     config, warnings = parse({"gateway": {"tools": {"deny": ["cron", "group:sessions"]}}})
     assert config.gateway.tools.deny == ("cron", *TOOL_GROUPS["group:sessions"])
     assert warnings == ()
-    told = {name: parse({"tools": {"deny": [name]}})[1] for name in ("group:fs", "Group:Session", "group:*")}
+    told = {
+        name: parse({"tools": {"deny": [name]}})[1] for name in ("group:memory", "Group:Session", "group:*")
+    }
     has_none = "a group without tools here."
-    assert told["group:fs"] == (
-        f"'tools.deny' names 'group:fs', {has_none} List the tools by name, or remove it.",
+    assert told["group:memory"] == (
+        f"'tools.deny' names 'group:memory', {has_none} List the tools by name, or remove it.",
     )
     assert told["Group:Session"] == (
         f"'tools.deny' names 'Group:Session', {has_none} Did you mean 'group:sessions'?",
@@ -771,6 +775,14 @@ def test_a_group_stands_for_its_tools_and_one_that_has_none_is_told() -> None:
 
 def test_the_session_tools_are_those_there_are() -> None:
     assert {tool.spec.name for tool in create_session_tools(Mock())} == set(SESSION_TOOL_NAMES)
+
+
+def test_the_tools_for_work_are_those_there_are() -> None:
+    assert {tool.spec.name for tool in create_file_tools(Mock())} == set(TOOL_GROUPS["group:fs"])
+    assert {tool.spec.name for tool in create_web_tools(WebFetchConfig())} == set(TOOL_GROUPS["group:web"])
+    assert create_web_tools(WebFetchConfig(enabled=False)) == []
+    [warning] = parse({"tools": {"fs": {"workspaceOnly": False}}})[1]
+    assert "'tools.fs.workspaceOnly' is false, but file tools stay inside" in warning
 
 
 @pytest.mark.requirement("V1")
@@ -791,9 +803,9 @@ def test_agents_that_may_reach_each_other_but_do_not_see_that_far_are_told() -> 
 @pytest.mark.parametrize(
     ("raw", "path"),
     [
-        ({"tools": {"allow": ["read", "exec"]}}, "tools.allow"),
-        ({"agents": {"list": [{"id": "a", "tools": {"allow": ["bash*"]}}]}}, "agents.list[0].tools.allow"),
-        ({"tools": {"subagents": {"tools": {"allow": ["read"]}}}}, "tools.subagents.tools.allow"),
+        ({"tools": {"allow": ["browser", "canvas"]}}, "tools.allow"),
+        ({"agents": {"list": [{"id": "a", "tools": {"allow": ["browser*"]}}]}}, "agents.list[0].tools.allow"),
+        ({"tools": {"subagents": {"tools": {"allow": ["browser"]}}}}, "tools.subagents.tools.allow"),
     ],
 )
 def test_a_list_that_leaves_no_tool_is_told(raw: dict[str, Any], path: str) -> None:
@@ -826,7 +838,7 @@ def test_config_of_a_related_gateway_loads_with_a_warning_for_each_foreign_part(
     named = {match[1] for text in warnings if (match := re.match(r"'([^']+)' belongs to a feature", text))}
     assert {"messages", "agents.list[0].heartbeat", "models.providers.p.authHeader", "gateway.mode"} <= named
     assert "models.providers.p.models[0].compat" in named
-    assert len(named) == 28
+    assert len(named) == 26
     assert len(warnings) == len(named)
     assert config.agents.defaults.workspace == "~/w"
     assert raw == pyjson5.decode(RELATED)

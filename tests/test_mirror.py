@@ -167,7 +167,7 @@ async def forget(store: Store, key: str, clock: Clock | None = None) -> None:
         [],  # it was deleted while nobody listened
     ],
 )
-async def test_the_files_of_a_deleted_session_go_whoever_wrote_them(
+async def test_all_files_of_a_deleted_session_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Event]
 ) -> None:
     monkeypatch.setattr(mirrors, "MIRRORED_ROWS_PER_PAGE", 2)

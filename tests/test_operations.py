@@ -151,7 +151,7 @@ async def test_references_that_fit_several_sessions_list_them(tmp_path: Path) ->
 
 
 @pytest.mark.requirement("V3", "K2")
-async def test_an_agent_sees_its_own_short_keys_and_nobody_elses_sessions(tmp_path: Path) -> None:
+async def test_an_agent_sees_its_own_short_keys_and_no_other_sessions(tmp_path: Path) -> None:
     config = make_config({"agents": {"list": [{"id": "main"}, {"id": "other"}]}})
     async with open_app_fixture(tmp_path, echo, config=config) as app:
         await app.ask("hello")

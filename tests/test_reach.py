@@ -254,7 +254,7 @@ def _named(agent: str, patterns: list[str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class AgentsDirectory:
     """A store with the session tools on it, and nothing that runs."""
 
     store: Store
@@ -280,7 +280,7 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk(config: Config, path: Path) -> AsyncGenerator[Desk]:
+async def open_agents_directory(config: Config, path: Path) -> AsyncGenerator[AgentsDirectory]:
     async with open_test_store(path) as store:
         door = SessionResolver(config)
         operations = Operations(
@@ -296,7 +296,7 @@ async def desk(config: Config, path: Path) -> AsyncGenerator[Desk]:
             )
         )
         tools = {tool.spec.name: tool for tool in create_session_tools(operations)}
-        yield Desk(store, door, tools, SessionIdentityResolver(config, door, Toolbox()))
+        yield AgentsDirectory(store, door, tools, SessionIdentityResolver(config, door, Toolbox()))
 
 
 @pytest.mark.requirement(
@@ -322,7 +322,7 @@ def test_a_key_is_listed_if_and_only_if_its_history_is_read_and_each_action_is_d
     tmp_path_factory: pytest.TempPathFactory, configuration: Settings, wanted: list[Born]
 ) -> None:
     async def check(path: Path) -> None:
-        async with desk(make_config(configuration), path) as office:
+        async with open_agents_directory(make_config(configuration), path) as office:
             facts = await office.store.tx(_populate, wanted)
             for me in facts[:3]:
                 await _check_reach(office, configuration, me, facts)
@@ -330,7 +330,7 @@ def test_a_key_is_listed_if_and_only_if_its_history_is_read_and_each_action_is_d
     asyncio.run(check(tmp_path_factory.mktemp("reach")))
 
 
-async def _check_reach(office: Desk, configuration: Settings, me: Fact, facts: list[Fact]) -> None:
+async def _check_reach(office: AgentsDirectory, configuration: Settings, me: Fact, facts: list[Fact]) -> None:
     caller = office.caller(me)
     listed = await office.use("sessions_list", caller, limit=200)
     shown = {row["sessionId"] for row in listed.details["sessions"]}
@@ -350,7 +350,9 @@ async def _check_reach(office: Desk, configuration: Settings, me: Fact, facts: l
         await _check_label(office, caller, label, [it for it in facts if it.session_id in shown])
 
 
-async def _check_history(office: Desk, caller: Caller, reference: str, it: Fact, *, readable: bool) -> None:
+async def _check_history(
+    office: AgentsDirectory, caller: Caller, reference: str, it: Fact, *, readable: bool
+) -> None:
     found = await office.use("sessions_history", caller, sessionKey=reference)
     assert found.is_error is not readable, (caller, reference)
     if readable:
@@ -361,7 +363,7 @@ async def _check_history(office: Desk, caller: Caller, reference: str, it: Fact,
     assert found.text.replace(reference, "?") == unknown.text.replace(nobody, "?")
 
 
-async def _check_label(office: Desk, caller: Caller, label: str, visible: list[Fact]) -> None:
+async def _check_label(office: AgentsDirectory, caller: Caller, label: str, visible: list[Fact]) -> None:
     """As if the sessions that are not visible did not exist."""
     named = [it for it in visible if it.born.label == label]
     found = await office.use("sessions_history", caller, sessionKey=label)
@@ -402,7 +404,7 @@ async def test_reading_sending_and_controlling_are_granted_apart(
         Born(agent="main", shape="direct:{n}"),
         Born(agent="ann", shape="main"),
     ]
-    async with desk(config, tmp_path) as office:
+    async with open_agents_directory(config, tmp_path) as office:
         facts = await office.store.tx(_populate, wanted)
         caller = office.caller(facts[0])
         for action, reached in zip(cast(tuple[Action, ...], ("read", "send", "control")), sets, strict=True):
@@ -815,5 +817,7 @@ async def test_hostile_names_of_files_write_nothing_elsewhere(tmp_path: Path) ->
             await agents.wait_until_idle()
             receipt = result.details["attachments"]
             assert [file["name"] for file in receipt["files"]] == [name.strip()]
-            assert {file.parent for file in new} == {home / "workspaces" / "main" / receipt["relDir"]}
+            assert {file.parent for file in new} == {
+                home / "workspaces/main/subagents" / Path(receipt["relDir"]).name / receipt["relDir"]
+            }
             assert name.strip() in {file.name for file in new}

@@ -63,7 +63,7 @@ _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class JobsFixture:
     """An app with jobs, and a clock that is moved by hand."""
 
     app: AppFixture
@@ -99,9 +99,9 @@ async def echo(prompt: Prompt) -> str:
 
 
 @asynccontextmanager
-async def desk(
+async def open_jobs_fixture(
     path: Path, agent: Callable[[Prompt], Any] = echo, *, clock: ManualClock | None = None, **settings: Any
-) -> AsyncGenerator[Desk]:
+) -> AsyncGenerator[JobsFixture]:
     on_commit = settings.pop("on_commit", None)
     clock = clock or ManualClock(START)
     config = make_config({"cron": {"maxConcurrentRuns": 100}, **settings})
@@ -116,7 +116,7 @@ async def desk(
             worker=app.engine.worker,
         )
         schedules = JobOperations(app.operations.context, scheduler)
-        yield Desk(app, schedules, scheduler, clock)
+        yield JobsFixture(app, schedules, scheduler, clock)
 
 
 # --- firing ---
@@ -126,7 +126,7 @@ async def desk(
 async def test_an_answer_that_is_to_be_announced_reaches_the_chat_of_the_main_session_once(
     tmp_path: Path,
 ) -> None:
-    async with desk(tmp_path) as at:
+    async with open_jobs_fixture(tmp_path) as at:
         await at.app.ask("hello")
         row = at.app.rows("SELECT id FROM sessions WHERE key = 'agent:main:main'")[0]
         job = await at.add(delivery=AnnounceDelivery())
@@ -147,7 +147,7 @@ async def test_an_answer_that_is_to_be_announced_reaches_the_chat_of_the_main_se
 
 @pytest.mark.requirement("W2", "G1")
 async def test_an_answer_for_a_channel_that_is_not_there_is_a_dead_letter(tmp_path: Path) -> None:
-    async with desk(tmp_path) as at:
+    async with open_jobs_fixture(tmp_path) as at:
         await at.add(delivery=AnnounceDelivery(channel="webchat", to="the loft"))
         at.app.rows(
             "UPDATE jobs SET delivery = replace(delivery, 'webchat', 'pigeon')"
@@ -168,7 +168,7 @@ async def _delivered(events: Listener, heard: list[object]) -> bool:
 
 
 async def test_a_job_fires_into_a_session_of_its_own_and_says_how_it_went(tmp_path: Path) -> None:
-    async with desk(tmp_path) as at, at.app.bus.listen("sessions") as events:
+    async with open_jobs_fixture(tmp_path) as at, at.app.bus.listen("sessions") as events:
         job = await at.add(name="The morning")
         assert job.schedule == EverySchedule(every_ms=HOUR, anchor_ms=START)
         assert (job.session_target, job.agent_id, job.state.next_run_at_ms) == (
@@ -212,7 +212,7 @@ async def test_a_run_under_way_and_a_run_that_failed_are_told(tmp_path: Path) ->
         await release.wait()
         raise InvalidInput("It did not work.", "Do something else.")
 
-    async with desk(tmp_path, agent) as at:
+    async with open_jobs_fixture(tmp_path, agent) as at:
         job = await at.add()
         assert (await at.get(job)).state.last_status is None
         await at.pass_(3600)
@@ -226,11 +226,11 @@ async def test_a_run_under_way_and_a_run_that_failed_are_told(tmp_path: Path) ->
 
 async def test_slots_that_were_missed_are_one_firing_for_the_latest(tmp_path: Path) -> None:
     clock = ManualClock(START)
-    async with desk(tmp_path, clock=clock) as at:
+    async with open_jobs_fixture(tmp_path, clock=clock) as at:
         every, cron = await at.add(), await at.add(CronSchedule(expr="0 8 * * *", tz="Europe/Berlin"))
         once = await at.add(AtSchedule(at_ms=START + HOUR))
     clock.advance(days=100, seconds=1800)
-    async with desk(tmp_path, clock=clock) as at:
+    async with open_jobs_fixture(tmp_path, clock=clock) as at:
         await at.scheduler.fire_due_jobs()
         await at.scheduler.fire_due_jobs()
         now = clock.now()
@@ -246,7 +246,7 @@ async def test_slots_that_were_missed_are_one_firing_for_the_latest(tmp_path: Pa
 
 
 async def test_a_clock_that_goes_back_repeats_nothing(tmp_path: Path) -> None:
-    async with desk(tmp_path) as at:
+    async with open_jobs_fixture(tmp_path) as at:
         await at.add()
         await at.pass_(3600)
         at.clock.advance(seconds=-3000)
@@ -256,7 +256,7 @@ async def test_a_clock_that_goes_back_repeats_nothing(tmp_path: Path) -> None:
 
 
 async def test_once_is_once(tmp_path: Path) -> None:
-    async with desk(tmp_path) as at:
+    async with open_jobs_fixture(tmp_path) as at:
         kept = await at.add(AtSchedule(at_ms=START + HOUR))
         gone = await at.add(AtSchedule(at="2023-11-14T23:13:20Z"), delete_after_run=True)
         assert gone.state.next_run_at_ms == START + HOUR
@@ -281,7 +281,7 @@ async def test_once_is_once(tmp_path: Path) -> None:
 
 
 async def test_a_one_time_job_that_could_not_begin_is_not_swept_away(tmp_path: Path) -> None:
-    async with desk(tmp_path) as at:
+    async with open_jobs_fixture(tmp_path) as at:
         await at.app.create(MAIN)
         job = await at.add(AtSchedule(at_ms=START + 1), delete_after_run=True, session_target="session:main")
         at.app.rows("UPDATE sessions SET send_policy = 'deny'")
@@ -293,7 +293,7 @@ async def test_a_one_time_job_that_could_not_begin_is_not_swept_away(tmp_path: P
 @pytest.mark.parametrize(("scope", "key"), [("per-sender", "agent:helper:main"), ("global", "main")])
 async def test_main_is_the_agents_main_session(tmp_path: Path, scope: str, key: str) -> None:
     agents = {"list": [{"id": "main"}, {"id": "helper"}]}
-    async with desk(tmp_path, session={"scope": scope}, agents=agents) as at:
+    async with open_jobs_fixture(tmp_path, session={"scope": scope}, agents=agents) as at:
         job = await at.add(payload=SystemEvent(text="tea time"), agent_id="Helper")
         assert (job.session_target, job.agent_id) == ("main", "helper")
         await at.add(session_target="main", agent_id="helper")
@@ -312,7 +312,7 @@ async def test_main_is_the_agents_main_session(tmp_path: Path, scope: str, key: 
 
 async def test_a_session_that_is_gone_or_closed_is_an_error_and_not_the_end(tmp_path: Path) -> None:
     chat = "agent:main:direct:bob"
-    async with desk(tmp_path) as at:
+    async with open_jobs_fixture(tmp_path) as at:
         with pytest.raises(NotFound) as refused:
             await at.add(session_target=f"session:{chat}")
         assert refused.value.data["field"] == "sessionTarget"
@@ -346,7 +346,7 @@ async def test_a_session_that_is_gone_or_closed_is_an_error_and_not_the_end(tmp_
 
 async def test_policy_rules_of_the_config_hold_for_jobs(tmp_path: Path) -> None:
     rules = {"rules": [{"action": "deny", "match": {"keyPrefix": "cron:"}}]}
-    async with desk(tmp_path, session={"sendPolicy": rules}) as at:
+    async with open_jobs_fixture(tmp_path, session={"sendPolicy": rules}) as at:
         job = await at.add()
         await at.pass_(3600)
         assert "send blocked" in ((await at.get(job)).state.last_error or "")
@@ -354,11 +354,13 @@ async def test_policy_rules_of_the_config_hold_for_jobs(tmp_path: Path) -> None:
 
 async def test_an_agent_or_a_zone_that_is_no_more_is_an_error_of_the_job(tmp_path: Path) -> None:
     clock = ManualClock(START)
-    async with desk(tmp_path, clock=clock, agents={"list": [{"id": "main"}, {"id": "helper"}]}) as at:
+    async with open_jobs_fixture(
+        tmp_path, clock=clock, agents={"list": [{"id": "main"}, {"id": "helper"}]}
+    ) as at:
         orphan, homeless, fine = await at.add(agent_id="helper"), await at.add(), await at.add()
         lost = '{"kind":"cron","expr":"* * * * *","tz":"Atlantis/Capital"}'
         at.app.rows("UPDATE jobs SET schedule = ? WHERE id = ?", lost, homeless.id)
-    async with desk(tmp_path, clock=clock) as at:
+    async with open_jobs_fixture(tmp_path, clock=clock) as at:
         await at.pass_(3600)
         await at.settle()
         assert at.runs() == [f"cron:{fine.id}:{START + HOUR}"]
@@ -375,7 +377,7 @@ async def test_a_full_lane_keeps_the_slot_until_there_is_room(tmp_path: Path) ->
         await release.wait()
         return "ok"
 
-    async with desk(tmp_path, agent, store={"laneMaxQueued": 1}) as at:
+    async with open_jobs_fixture(tmp_path, agent, store={"laneMaxQueued": 1}) as at:
         active = await at.app.say("one")
         await wait_until(lambda: _state(at, active, "running"))
         await at.app.say("two")
@@ -400,7 +402,7 @@ async def test_a_full_lane_holds_up_no_other_job(tmp_path: Path) -> None:
             await release.wait()
         return "ok"
 
-    async with desk(tmp_path, agent, store={"laneMaxQueued": 1}) as at:
+    async with open_jobs_fixture(tmp_path, agent, store={"laneMaxQueued": 1}) as at:
         await at.app.create(group)
         active = await at.app.say("one", group)
         await wait_until(lambda: _state(at, active, "running"))
@@ -423,11 +425,11 @@ async def test_a_full_lane_holds_up_no_other_job(tmp_path: Path) -> None:
         assert [run for run in at.runs() if stuck.id in run] == [f"cron:{stuck.id}:{START + 2 * HOUR}"]
 
 
-async def _state(at: Desk, run_id: str, state: str) -> bool:
+async def _state(at: JobsFixture, run_id: str, state: str) -> bool:
     return (await at.app.operations.runs.get(OPERATOR, run_id)).state == state
 
 
-async def _so_many_ended(at: Desk, many: int) -> bool:
+async def _so_many_ended(at: JobsFixture, many: int) -> bool:
     return len(at.app.rows("SELECT id FROM runs WHERE ended_at IS NOT NULL")) == many
 
 
@@ -438,7 +440,7 @@ async def test_no_more_runs_at_a_time_than_allowed_and_the_others_keep_their_slo
         await gate.acquire()
         return "ok"
 
-    async with desk(tmp_path, agent, cron={"maxConcurrentRuns": 2}) as at:
+    async with open_jobs_fixture(tmp_path, agent, cron={"maxConcurrentRuns": 2}) as at:
         added = [await at.add() for _ in range(5)]
         await at.pass_(3600)
         assert at.runs() == [f"cron:{job.id}:{START + HOUR}" for job in added[:2]]
@@ -458,7 +460,7 @@ async def test_no_more_runs_at_a_time_than_allowed_and_the_others_keep_their_slo
 
 async def test_nothing_fires_while_it_is_switched_off(tmp_path: Path) -> None:
     clock = ManualClock(START)
-    async with desk(tmp_path, clock=clock, cron={"enabled": False}) as at:
+    async with open_jobs_fixture(tmp_path, clock=clock, cron={"enabled": False}) as at:
         job = await at.add()
         await at.pass_(7200)
         assert at.runs() == []
@@ -467,7 +469,7 @@ async def test_nothing_fires_while_it_is_switched_off(tmp_path: Path) -> None:
             assert (fired.ran, fired.reason) == (False, "cron-disabled")
         status = await at.schedules.get_status(OPERATOR)
         assert (status.enabled, status.jobs, status.next_wake_at) == (False, 1, None)
-    async with desk(tmp_path, clock=clock) as at:
+    async with open_jobs_fixture(tmp_path, clock=clock) as at:
         status = await at.schedules.get_status(OPERATOR)
         assert (status.enabled, status.jobs, status.next_wake_at) == (True, 1, START + HOUR)
         assert msgspec.to_builtins(status) == {"enabled": True, "jobs": 1, "nextWakeAtMs": START + HOUR}
@@ -488,7 +490,7 @@ async def test_a_firing_is_there_with_its_next_slot_or_neither_is(tmp_path: Path
             raise OSError("the disk went away")
 
     clock = ManualClock(START)
-    async with desk(tmp_path, clock=clock, on_commit=on_commit) as at:
+    async with open_jobs_fixture(tmp_path, clock=clock, on_commit=on_commit) as at:
         job = await at.add()
         broken = True
         await at.pass_(3600)  # does not raise: the scheduler outlives it
@@ -498,7 +500,7 @@ async def test_a_firing_is_there_with_its_next_slot_or_neither_is(tmp_path: Path
             {"next_at": START + (2 if committed else 1) * HOUR}
         ]
         assert len(at.runs()) == int(committed)
-    async with desk(tmp_path, clock=clock) as at:
+    async with open_jobs_fixture(tmp_path, clock=clock) as at:
         await at.scheduler.fire_due_jobs()
         await at.settle()
         assert at.runs() == [f"cron:{job.id}:{START + HOUR}"]
@@ -584,7 +586,7 @@ async def test_the_scheduler_outlives_what_goes_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("antiphon.engine.jobs.scheduler.UNFIRED_JOB_RETRY_SECONDS", 0.001)
-    async with desk(tmp_path) as at:
+    async with open_jobs_fixture(tmp_path) as at:
         job = await at.add()
         at.clock.advance(seconds=3600)
         troubles: list[BaseException] = [OSError("no"), NotFound("No.", "Try again."), OSError("no")]
@@ -605,12 +607,12 @@ async def test_the_scheduler_outlives_what_goes_wrong(
         assert at.runs() == [f"cron:{job.id}:{START + HOUR}"]
 
 
-async def _fired(at: Desk) -> bool:
+async def _fired(at: JobsFixture) -> bool:
     return bool(at.runs())
 
 
 async def test_one_job_that_cannot_be_read_does_not_hold_up_the_others(tmp_path: Path) -> None:
-    async with desk(tmp_path) as at:
+    async with open_jobs_fixture(tmp_path) as at:
         broken, fine = await at.add(), await at.add()
         at.app.rows("UPDATE jobs SET payload = '{' WHERE id = ?", broken.id)
         await at.pass_(3600)
@@ -622,7 +624,7 @@ async def test_one_job_that_cannot_be_read_does_not_hold_up_the_others(tmp_path:
 
 
 async def test_a_forced_run_leaves_the_schedule_alone(tmp_path: Path) -> None:
-    async with desk(tmp_path) as at:
+    async with open_jobs_fixture(tmp_path) as at:
         job = await at.add(enabled=False)
         assert job.state.next_run_at_ms is None
         first, second = [await at.schedules.run(OPERATOR, job.id) for _ in range(2)]
@@ -649,7 +651,7 @@ async def test_a_forced_run_leaves_the_schedule_alone(tmp_path: Path) -> None:
 
 
 async def test_what_the_run_is_given_is_what_the_payload_says(tmp_path: Path) -> None:
-    async with desk(tmp_path) as at:
+    async with open_jobs_fixture(tmp_path) as at:
         model = "rehearsal/rehearsal"
         turn = AgentTurn(message="think", model=model, thinking="high", timeout_seconds=90)
         await at.schedules.run(OPERATOR, (await at.add(payload=turn)).id)
@@ -659,7 +661,7 @@ async def test_what_the_run_is_given_is_what_the_payload_says(tmp_path: Path) ->
 
 
 async def test_jobs_are_changed_and_removed(tmp_path: Path) -> None:
-    async with desk(tmp_path) as at:
+    async with open_jobs_fixture(tmp_path) as at:
         job = await at.add()
         at.clock.advance(seconds=1800)
         named = await at.schedules.update(OPERATOR, job.id, JobPatch(name="another name"))
@@ -688,7 +690,7 @@ async def test_jobs_are_changed_and_removed(tmp_path: Path) -> None:
 
 
 async def test_two_jobs_cannot_have_the_same_name(tmp_path: Path) -> None:
-    async with desk(tmp_path) as at:
+    async with open_jobs_fixture(tmp_path) as at:
         first = await at.add(name="report")
         other = await at.add(name="digest")
         spec = JobSpec(name="report", schedule=HOURLY, payload=WORDS)
@@ -707,7 +709,7 @@ async def test_two_jobs_cannot_have_the_same_name(tmp_path: Path) -> None:
 
 
 async def test_jobs_that_share_a_name_since_an_earlier_version_can_still_be_changed(tmp_path: Path) -> None:
-    async with desk(tmp_path) as at:
+    async with open_jobs_fixture(tmp_path) as at:
         first, second = await at.add(name="one"), await at.add(name="two")
         at.app.rows("UPDATE jobs SET name = 'one'")
         changed = await at.schedules.update(OPERATOR, second.id, JobPatch(name="one", enabled=False))
@@ -717,7 +719,7 @@ async def test_jobs_that_share_a_name_since_an_earlier_version_can_still_be_chan
 
 
 async def test_a_view_has_the_agreed_names(tmp_path: Path) -> None:
-    async with desk(tmp_path) as at:
+    async with open_jobs_fixture(tmp_path) as at:
         job = await at.add(CronSchedule(expr="0 8 * * *", tz="UTC"), name="a job")
         await at.schedules.run(OPERATOR, job.id)
         await at.settle()
@@ -743,7 +745,7 @@ async def test_a_view_has_the_agreed_names(tmp_path: Path) -> None:
 
 
 async def test_who_may_do_what(tmp_path: Path) -> None:
-    async with desk(tmp_path) as at:
+    async with open_jobs_fixture(tmp_path) as at:
         job = await at.add()
         before = dump_database(at.app.path)
         s, spec = at.schedules, JobSpec(name="x", schedule=HOURLY, payload=WORDS)
@@ -824,7 +826,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 async def test_bad_input_names_its_field_and_changes_nothing(
     tmp_path: Path, wrong: dict[str, Any], field: str
 ) -> None:
-    async with desk(tmp_path) as at:
+    async with open_jobs_fixture(tmp_path) as at:
         job = await at.add()
         before = dump_database(at.app.path)
         with pytest.raises(AntiphonError) as refused:
@@ -838,7 +840,7 @@ async def test_bad_input_names_its_field_and_changes_nothing(
 
 
 async def test_what_was_made_in_python_is_held_to_the_same_rules(tmp_path: Path) -> None:
-    async with desk(tmp_path) as at:
+    async with open_jobs_fixture(tmp_path) as at:
         with pytest.raises(InvalidInput) as refused:
             await at.add(EverySchedule(every_ms=1))
         assert refused.value.data["field"] == "schedule.everyMs"
@@ -849,7 +851,7 @@ async def test_what_was_made_in_python_is_held_to_the_same_rules(tmp_path: Path)
 
 
 async def test_there_is_an_end_to_sizes_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with desk(tmp_path, store={"messageMaxBytes": 1024}) as at:
+    async with open_jobs_fixture(tmp_path, store={"messageMaxBytes": 1024}) as at:
         await at.add(payload=AgentTurn(message="ä" * 512))
         with pytest.raises(TooLarge) as refused:
             await at.add(payload=AgentTurn(message="ä" * 512 + "x"))
@@ -865,7 +867,7 @@ async def test_a_zone_and_an_anchor_that_were_left_open_are_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TZ", "Asia/Kathmandu")
-    async with desk(tmp_path) as at:
+    async with open_jobs_fixture(tmp_path) as at:
         assert (await at.add(CronSchedule(expr="0 8 * * *"))).schedule == CronSchedule(
             expr="0 8 * * *", tz="Asia/Kathmandu"
         )

@@ -35,10 +35,12 @@ DOCUMENTED = [
 ]
 WRITTEN = [pytest.param(path.read_text("utf-8"), id=path.stem) for path in FILES]
 
-TOOLS = {
+FILES_AND_WEB = {"read", "write", "edit", "apply_patch", "web_fetch"}
+SESSION_TOOLS = {
     "sessions_list", "sessions_history", "sessions_search", "session_status", "agents_list",
     "sessions_send", "sessions_spawn", "sessions_yield", "subagents",
 }  # fmt: skip
+TOOLS = SESSION_TOOLS | FILES_AND_WEB
 SUFFIXES = {"openai-responses": "/responses", "anthropic-messages": "/v1/messages"}
 STEPS = (Tokens(1200, 40, cache_read=300), Tokens(1500, 60, cache_read=500))
 REPLY = "One session is open: this one."
@@ -228,12 +230,21 @@ def _seats(prepared: Prepared) -> Iterator[Seat]:
 def _offered(written: Json, agent: Json) -> set[str]:
     """The tools that an agent's own session has, read once more from the lists as they stand in the file."""
     groups = {
-        "group:sessions": TOOLS - {"agents_list"},
+        "group:fs": FILES_AND_WEB - {"web_fetch"},
+        "group:web": {"web_fetch"},
+        "group:sessions": SESSION_TOOLS - {"agents_list"},
         "group:agents": {"agents_list"},
-        "group:openclaw": TOOLS,
+        "group:openclaw": SESSION_TOOLS | {"web_fetch"},
     }
-    found = set(TOOLS)
-    for lists in (written.get("tools", {}), agent.get("tools", {})):
+    messaging = {"sessions_list", "sessions_history", "sessions_send", "session_status"}
+    profiles: dict[str, set[str]] = {"minimal": {"session_status"}, "messaging": messaging}
+    levels = [written.get("tools", {}), agent.get("tools", {})]
+    profile: str = next((lists["profile"] for lists in reversed(levels) if "profile" in lists), "")
+    found = profiles.get(profile, set(TOOLS))
+    found = found.union(
+        *(groups.get(name, {name}) for lists in levels for name in lists.get("alsoAllow", ()))
+    )
+    for lists in levels:
         if "allow" in lists:
             found &= set[str]().union(*(groups.get(name, {name}) for name in lists["allow"]))
         found -= set[str]().union(*(groups.get(name, {name}) for name in lists.get("deny", ())))

@@ -259,7 +259,7 @@ def held(snapshot: StoreSnapshot) -> list[str]:
 
 @pytest.mark.requirement("G12", "S4")
 @pytest.mark.anyio
-async def test_forty_agents_that_wait_for_one_hold_up_nobody(tmp_path: Path) -> None:
+async def test_forty_agents_that_wait_for_one_delay_no_other(tmp_path: Path) -> None:
     """More than there are slots for anything; the others talk, spawn and wait as if nothing were."""
     free = asyncio.Event()
 

@@ -56,16 +56,16 @@ SETTINGS = {
 
 @dataclass
 class FileChannel:
-    """A channel to people. One that is keyed takes the same key as the same message."""
+    """A channel to people. An idempotent one takes the same key as the same message."""
 
     posts: Path
-    keyed: bool
+    is_idempotent: bool
     killer: Killer
 
     async def post(self, key: str, destination: Destination, text: str) -> str:
         append(self.posts.with_suffix(ATTEMPTS), key)
         self.killer.reach(POSTING)
-        if not (self.keyed and self.posts.exists() and key in self.posts.read_text().splitlines()):
+        if not (self.is_idempotent and self.posts.exists() and key in self.posts.read_text().splitlines()):
             append(self.posts, key)
         self.killer.reach(POSTED)
         return f"outside-{key}"

@@ -112,7 +112,7 @@ class Postgres:
         (self.port,) = free_ports(1)
         self.secret = self.home / "password"
         """A file with the password, as a configuration may name it."""
-        self.desk = EventLoopThread()
+        self.loop_thread = EventLoopThread()
         self._user = NOBODY if os.geteuid() == 0 else None
         self._bin = _programs(self.home)
         self._data = self.home / "data"
@@ -122,7 +122,7 @@ class Postgres:
         self._turn = asyncio.Lock()  # a connection does one thing at a time
         self._initialise()
         self.start()
-        self.desk.ask(self._make_template()).result(BOUND)
+        self.loop_thread.ask(self._make_template()).result(BOUND)
 
     def url(self, database: str) -> str:
         return f"postgresql://{USER}@127.0.0.1:{self.port}/{database}"
@@ -188,8 +188,8 @@ class Postgres:
         self._process = None
 
     def stop(self) -> None:
-        self.desk.ask(self._leave(set(self._open))).result(BOUND)
-        self.desk.close()
+        self.loop_thread.ask(self._leave(set(self._open))).result(BOUND)
+        self.loop_thread.close()
         if self._process is not None:
             self._process.send_signal(signal.SIGINT)
             self._process.wait(BOUND)
@@ -212,7 +212,7 @@ class Postgres:
         database = _database(name)
         if database not in self._made:
             copy = f'CREATE DATABASE "{database}" TEMPLATE "{TEMPLATE}" STRATEGY file_copy'
-            self._made[database] = self.desk.ask(self._command(copy))
+            self._made[database] = self.loop_thread.ask(self._command(copy))
         return self._made[database]
 
     @property
@@ -226,7 +226,7 @@ class Postgres:
     def rows(self, name: object, sql: str, *params: object) -> list[dict[str, Any]]:
         """What a statement gives in the database of this name, whatever loop is running here."""
         self._making(name).result(BOUND)
-        return self.desk.ask(self._rows(_database(name), sql, params)).result(BOUND)
+        return self.loop_thread.ask(self._rows(_database(name), sql, params)).result(BOUND)
 
     async def _rows(self, database: str, sql: str, params: tuple[object, ...]) -> list[dict[str, Any]]:
         async with self._turn:
@@ -236,7 +236,7 @@ class Postgres:
     def look(self, name: object, *statements: str) -> list[list[dict[str, Any]]]:
         """What each of them gives, all at one moment."""
         self._making(name).result(BOUND)
-        return self.desk.ask(self._look(_database(name), statements)).result(BOUND)
+        return self.loop_thread.ask(self._look(_database(name), statements)).result(BOUND)
 
     async def _look(self, database: str, statements: tuple[str, ...]) -> list[list[dict[str, Any]]]:
         async with self._turn:
@@ -249,13 +249,13 @@ class Postgres:
 
     def drop(self, name: object) -> None:
         """Sooner than all the others, for who makes many."""
-        self.desk.ask(self._drop(_database(name))).result(BOUND)
+        self.loop_thread.ask(self._drop(_database(name))).result(BOUND)
 
     def drop_all(self) -> None:
         """Of those that were made for a name."""
         made, self._made = [*self._made], {}
         for database in made:
-            self.desk.ask(self._drop(database)).result(BOUND)
+            self.loop_thread.ask(self._drop(database)).result(BOUND)
 
     async def _drop(self, database: str) -> None:
         await self._leave({database})

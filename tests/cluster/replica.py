@@ -51,16 +51,18 @@ def say(**facts: Any) -> None:
 
 @dataclass(slots=True)
 class FileChannel:
-    """A channel to people that every replica shares. One that is keyed takes the same key as the same message."""
+    """A channel to people that every replica shares. An idempotent one takes the same key as the same message."""
 
     posts: Path
-    keyed: bool
+    is_idempotent: bool
 
     async def post(self, key: str, destination: Destination, text: str) -> str:
         append(self.posts.with_suffix(ATTEMPTS), key)
         with self.posts.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (self.keyed and self.posts.exists() and key in self.posts.read_text().splitlines()):
+            if not (
+                self.is_idempotent and self.posts.exists() and key in self.posts.read_text().splitlines()
+            ):
                 append(self.posts, key)
         return f"outside-{key}"
 
@@ -163,25 +165,25 @@ async def run_replica(settings: Given, own: Path, common: Path) -> None:
     async with serve_gateway(
         config, own, port=0, channels=channels, tools=offered, timings=timings
     ) as served:
-        desk = RequestHandler(served, stopping)
+        handler = RequestHandler(served, stopping)
         say(up=served.url.replace("ws", "http", 1))
-        asking = asyncio.create_task(_read_requests(desk, stopping))
+        asking = asyncio.create_task(_read_requests(handler, stopping))
         await stopping.wait()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         say(leaving=True)
-    await desk.close()
+    await handler.close()
     say(left=True)
 
 
-async def _read_requests(desk: RequestHandler, stopping: asyncio.Event) -> None:
+async def _read_requests(handler: RequestHandler, stopping: asyncio.Event) -> None:
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
     try:
         while line := await reader.readline():
-            desk.take(line)
+            handler.take(line)
     finally:
         transport.close()
         stopping.set()

@@ -215,7 +215,7 @@ class Scripted:
         self.closed = True
 
 
-async def test_what_was_opened_with_old_credentials_is_closed_when_nobody_reads(
+async def test_a_connection_with_old_credentials_is_closed_also_without_a_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[Scripted] = []

@@ -640,7 +640,7 @@ async def test_no_credit_left_is_not_retried(provider: Provider) -> None:
 
 
 @both
-async def test_nobody_listens(api: Api, free_tcp_port: int) -> None:
+async def test_nothing_listens_at_the_address(api: Api, free_tcp_port: int) -> None:
     url = f"http://user:password@127.0.0.1:{free_tcp_port}"
     error = await failing(spec_for(api, url))
     assert f"the server at http://127.0.0.1:{free_tcp_port}" in error.hint

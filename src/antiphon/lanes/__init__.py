@@ -2,7 +2,8 @@
 
 A lane is a session seen as a queue of runs; it is identified by its row number, never by its key. `activate` is a
 hint that a lane may have work: it can be repeated, lost or late without harm, because the database decides
-what runs (a claim with a fencing epoch) and a sweeper checks again. It never fails a caller that has committed.
+what runs (a claim with a fencing epoch) and the supervisor's sweep checks again. It never fails a caller that has
+committed.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class LocalLanes:
                 except AntiphonError as error:
                     log.error("%s", error)
                 except Exception:
-                    log.exception("Draining lane %d failed; the sweeper will retry it", lane)
+                    log.exception("Draining lane %d failed; the supervisor's sweep will retry it", lane)
                 if not self._owns(lane) or lane not in self._reactivated or self._drain is None:
                     return
         finally:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING_HINTS = 100_000  # lanes waiting to be activated; the sweeper finds any others
+MAX_WAITING_HINTS = 100_000  # lanes waiting to be activated; the supervisor's sweep finds any others
 # The usable part of `ack_wait`: the server's clock for a lease starts before its message arrives here
 LEASE_SAFETY_FACTOR = 0.8
 MESSAGES_PER_YIELD = 256  # messages written before yielding to the event loop
@@ -197,7 +197,7 @@ class NatsLanes:
             except AntiphonError as error:
                 log.error("%s", error)
             except Exception:
-                log.exception("Draining lane %d failed; the sweeper will retry it", lane)
+                log.exception("Draining lane %d failed; the supervisor's sweep will retry it", lane)
             if more_work or not self._owns(lane) or lane not in self._reactivated or self._drain is None:
                 return more_work
 
@@ -209,7 +209,7 @@ class NatsLanes:
         except AntiphonError as error:
             log.error("%s", error)
         except Exception:
-            log.exception("Checking lane %d for more work failed; the sweeper will check it", lane)
+            log.exception("Checking lane %d for more work failed; the supervisor's sweep will check it", lane)
         return False
 
     def _owns(self, lane: int) -> bool:
@@ -301,7 +301,7 @@ class NatsLanes:
             except list_connection_errors():
                 pass  # The connection is being replaced.
             except Exception:
-                log.exception("Activating lanes failed; the sweeper will activate them")
+                log.exception("Activating lanes failed; the supervisor's sweep will activate them")
             await asyncio.sleep(0.05)
 
     async def _send_waiting_hints(self, client: Client) -> None:

@@ -241,7 +241,9 @@ class LaneQueue:
         code = error.get("err_code", 0)
         if code not in (ALREADY_ACTIVE_CODE, self._logged_code):
             self._logged_code = code  # logged once, not for each of a thousand lanes
-            log.error("NATS rejects activations: %s; the sweeper will retry", error.get("description"))
+            log.error(
+                "NATS rejects activations: %s; the supervisor's sweep will retry", error.get("description")
+            )
 
     async def _receive_abandon(self, message: Msg) -> None:
         with suppress(ValueError):

@@ -44,7 +44,7 @@ class CompletionsReader(HttpReader):
     def _prepare(self) -> None:
         spec = self._spec
         base = (spec.base_url or OPENAI_URL).rstrip("/")
-        self._url = f"{base}/chat/completions"
+        self._url = httpx2.URL(f"{base}/chat/completions")
         self._headers = httpx2.Headers(
             {
                 "authorization": f"Bearer {spec.api_key or PLACEHOLDER_KEY}",

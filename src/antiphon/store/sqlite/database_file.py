@@ -223,7 +223,7 @@ def check_readable(path: Path) -> None:
             if not is_current(connection):
                 raise StoreError(
                     f"The database {str(path)!r} was written by an older Antiphon.",
-                    "Start `antiphon chat` once to bring it up to date.",
+                    "Start `antiphon up` once to migrate it.",
                 )
     except sqlite3.Error as error:
         raise translate_sqlite_error(error, path, reading=True) from error
