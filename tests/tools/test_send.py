@@ -375,7 +375,7 @@ async def test_ok_says_nothing_about_the_announcement(tmp_path: Path) -> None:
         assert (said["status"], said["reply"]) == ("ok", "yes")
         await agents.wait_until_idle()
         (delivery,) = agents.rows("SELECT state, error FROM deliveries")
-        assert delivery["state"] == "dead" and "no channel 'discord'" in delivery["error"]
+        assert delivery["state"] == "dead" and "'discord' is not configured" in delivery["error"]
         assert exchange(agents)["announced"] == "dead"
 
 
