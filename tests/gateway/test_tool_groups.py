@@ -94,3 +94,26 @@ async def test_over_http_there_is_what_the_group_stands_for(
             name: await http.post("/tools/invoke", json={"tool": name, "dryRun": True}) for name in EVERY
         }
     assert {name for name, reply in replies.items() if reply.status_code == 200} == left
+
+
+@pytest.mark.requirement("T2")
+async def test_a_tool_is_offered_only_while_it_is_available_to_the_agent(tmp_path: Path) -> None:
+    missing = {"main": "It needs a sandbox."}
+
+    async def look(call: ToolRequest) -> ToolOutput:
+        return ToolOutput(text="looked")
+
+    def create(operations: Operations) -> list[Tool]:
+        return [make_tool("own", look, unavailable=missing.get)]
+
+    settings = {"agents": {"list": [{"id": "main"}, {"id": "other"}]}}
+    async with open_gateway(tmp_path, settings=settings, tools=create) as gateway, gateway.client() as client:
+
+        async def has_tool(agent_id: str) -> list[bool]:
+            actor = (await gateway.operations.sessions.act_as(OPERATOR, f"agent:{agent_id}:main")).actor
+            [catalog] = (await client.call("tools.catalog", agentId=agent_id))["groups"]
+            return ["own" in actor.tools, "own" in {tool["id"] for tool in catalog["tools"]}]
+
+        assert (await has_tool("main"), await has_tool("other")) == ([False] * 2, [True] * 2)
+        missing.clear()
+        assert await has_tool("main") == [True] * 2

@@ -189,6 +189,7 @@ def make_tool(
     has_side_effects: bool = True,
     ask: bool = False,
     needs_approval: Callable[[ToolRequest], Awaitable[ApprovalQuestion | None]] | None = None,
+    unavailable: Callable[[str], str | None] | None = None,
 ) -> Tool:
     spec = ToolSpec(name=name, description=name, parameters={"type": "object"})
     return Tool(
@@ -198,6 +199,7 @@ def make_tool(
         has_side_effects=has_side_effects,
         ask=ask,
         needs_approval=needs_approval,
+        unavailable=unavailable,
     )
 
 

@@ -70,6 +70,11 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """Returns what a person is asked before this call runs, or None if it runs unasked."""
     fit: Callable[[str], ToolSpec] | None = None
     """Returns the spec for an agent id, with the choices that this agent has."""
+    unavailable: Callable[[str], str | None] | None = None
+    """Returns for an agent id why the tool cannot be used now, in one sentence; None if it can.
+
+    Asked before every run, so it must answer at once, from what is already known.
+    """
 
     @property
     def may_ask(self) -> bool:
@@ -81,6 +86,10 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
         if self.needs_approval is not None:
             return await self.needs_approval(request)
         return ask_about_arguments(request) if self.ask else None
+
+    def explain_absence(self, agent_id: str) -> str | None:
+        """Return why an agent cannot be offered this tool now, or None if it can."""
+        return None if self.unavailable is None else self.unavailable(agent_id)
 
     def adapt_to_agent(self, agent_id: str) -> Tool:
         return self if self.fit is None else msgspec.structs.replace(self, spec=self.fit(agent_id), fit=None)
@@ -132,6 +141,11 @@ class Toolbox:
                 name: tool.adapt_to_agent(agent_id) for name, tool in found.items()
             }
         return self._adapted_by_rules[rules]
+
+
+def drop_unavailable_tools(agent_id: str, tools: Mapping[str, Tool]) -> Mapping[str, Tool]:
+    """Return the tools that can be used now."""
+    return {name: tool for name, tool in tools.items() if tool.explain_absence(agent_id) is None}
 
 
 def matches_any_pattern(name: str, patterns: Iterable[str]) -> bool:

@@ -14,7 +14,7 @@ from antiphon import keys
 from antiphon.access import Caller
 from antiphon.engine.collaboration.permissions import SubagentPermissionResolver
 from antiphon.engine.sessions.resolver import SessionResolver
-from antiphon.engine.toolbox import Tool, Toolbox
+from antiphon.engine.toolbox import Tool, Toolbox, drop_unavailable_tools
 
 if TYPE_CHECKING:  # importing the configuration would slow down read-only commands
     from antiphon.config import Config, ToolRules
@@ -32,15 +32,22 @@ class SessionIdentityResolver:
         self._toolbox = toolbox
         self._permission_resolver = SubagentPermissionResolver(config, toolbox)
         self._rules: dict[str, ToolRules] = {}
-        self.resolve = lru_cache(maxsize=1024)(self._resolve_uncached)
+        self._resolve_permitted = lru_cache(maxsize=1024)(self._resolve_permitted_uncached)
 
-    def _resolve_uncached(
+    def resolve(
         self, agent_id: str, session_key: str, *, sandboxed: bool, envelope: str | None
     ) -> SessionIdentity:
         """Return the identity of a session. `sandboxed` and `envelope` come from its row.
 
         The configuration may require a sandbox that the row does not have yet.
         """
+        identity = self._resolve_permitted(agent_id, session_key, sandboxed=sandboxed, envelope=envelope)
+        return identity._replace(tools=drop_unavailable_tools(agent_id, identity.tools))
+
+    def _resolve_permitted_uncached(
+        self, agent_id: str, session_key: str, *, sandboxed: bool, envelope: str | None
+    ) -> SessionIdentity:
+        """Return the identity with all permitted tools, including those that cannot be used now."""
         permissions = self._permission_resolver.resolve(agent_id, session_key, envelope)
         is_sandboxed = sandboxed or self._session_resolver.is_sandboxed(agent_id, keys.parse(session_key))
         cap = permissions.cap if permissions else None

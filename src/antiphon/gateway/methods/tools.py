@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from antiphon.access import READ_SCOPE, WRITE_SCOPE
-from antiphon.engine.toolbox import Tool
+from antiphon.engine.toolbox import Tool, drop_unavailable_tools
 from antiphon.errors import ToolMissing
 from antiphon.gateway import tool_invocations
 from antiphon.gateway.methods.registry import MethodCall, rpc_method
@@ -24,7 +24,8 @@ class ToolCatalogParams(Params, frozen=True):
 @rpc_method("tools.catalog", READ_SCOPE, ToolCatalogParams)
 async def get_tool_catalog(call: MethodCall, params: ToolCatalogParams) -> dict[str, Any]:
     agent = call.config.get_agent(params.agent_id or call.config.default_agent_id)
-    tools = call.gateway.app.toolbox.select_allowed(agent.tools.allow, agent.tools.deny)
+    allowed = call.gateway.app.toolbox.select_allowed(agent.tools.allow, agent.tools.deny)
+    tools = drop_unavailable_tools(agent.id, allowed)
     return {"agentId": agent.id, "profiles": [], "groups": _group_tools(tools, _format_catalog_fields)}
 
 
