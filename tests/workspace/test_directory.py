@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.errors import AntiphonError, Forbidden, InvalidInput, NotFound, StaleFile, TooLarge
+from antiphon.errors import AntiphonError, Forbidden, InvalidInput, NotFound, StaleFile, TooLarge, Unavailable
 from antiphon.workspace import directory
 from antiphon.workspace.directory import FileReplacement, WorkspaceDirectory
 
@@ -236,3 +236,51 @@ def test_a_directory_below_is_no_link_that_leads_outside(workspace: WorkspaceDir
     with WorkspaceDirectory(workspace.root, below="subagents/1") as below:
         write(below, "a", b"1")
     assert (workspace.root / "subagents" / "1" / "a").read_bytes() == b"1"
+
+
+@pytest.mark.requirement("T4")
+def test_a_program_that_keeps_the_directory_locked_delays_a_writer_only_for_a_time(
+    workspace: WorkspaceDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "LOCK_TIMEOUT_SECONDS", 0.1)
+    with subprocess.Popen(
+        ["flock", str(workspace.root), "sh", "-c", "echo locked; cat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as program:
+        assert program.stdout is not None and program.stdout.readline() == b"locked\n"
+        with pytest.raises(Unavailable, match="held the workspace locked"):
+            write(workspace, "a", b"1")
+        program.communicate(timeout=10)
+    write(workspace, "a", b"1")
+
+
+@pytest.mark.requirement("AT15", "T3")
+def test_an_agent_and_its_sub_agent_exclude_each_other(
+    workspace: WorkspaceDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "LOCK_TIMEOUT_SECONDS", 0.1)
+    with WorkspaceDirectory(workspace.root, below="subagents/1") as below:
+        with workspace._lock(), pytest.raises(Unavailable):  # pyright: ignore[reportPrivateUsage]
+            write(below, "a", b"1")
+        write(below, "a", b"1")
+
+
+def test_one_file_under_two_names_is_not_changed_twice(workspace: WorkspaceDirectory) -> None:
+    first = write(workspace, "real/a", b"0")
+    (workspace.root / "alias").symlink_to("real")
+    with pytest.raises((StaleFile, Forbidden, InvalidInput)):
+        workspace.replace_files(
+            [FileReplacement("real/a", first, b"one"), FileReplacement("alias/a", first, b"other")], MAX_BYTES
+        )
+    assert (workspace.root / "real" / "a").read_bytes() == b"0"
+
+
+def test_the_files_of_one_change_are_limited_together(workspace: WorkspaceDirectory) -> None:
+    versions = [write(workspace, name, name.encode() * 6) for name in ("a", "b")]
+    changes = [FileReplacement(name, old, None) for name, old in zip("ab", versions, strict=True)]
+    with pytest.raises(TooLarge):
+        workspace.replace_files(changes, 11)
+    assert (workspace.root / "a").exists()
+    workspace.replace_files(changes, 12)
+    assert not (workspace.root / "a").exists()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.errors import InvalidInput
-from antiphon.workspace.edits import FilePatch, Hunk, parse_patch, replace_text
+from antiphon.errors import InvalidInput, TooLarge
+from antiphon.workspace import edits
+from antiphon.workspace.edits import MAX_HUNKS_PER_FILE, FilePatch, Hunk, parse_patch
 
+replace_text = partial(edits.replace_text, max_characters=100_000)
+MAX_CPU_SECONDS = 20.0  # for work that took minutes when it was quadratic
 TEXT = "one\ntwo\nthree\ntwo\n"
 
 
@@ -30,6 +36,19 @@ def test_a_text_that_occurs_once_is_replaced() -> None:
 def test_a_text_that_cannot_be_replaced_is_refused_with_the_way_out(old: str, new: str, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         replace_text(TEXT, old, new)
+
+
+def test_a_replacement_that_would_fill_the_memory_is_not_built() -> None:
+    with pytest.raises(TooLarge, match="would have 100000000 characters"):
+        replace_text("a" * 10_000, "a", "x" * 10_000, replace_all=True)
+
+
+def test_similar_lines_of_a_repetitive_file_are_found_quickly() -> None:
+    start = time.process_time()
+    content = "".join(f"{'a b' * 60}{number}\n" for number in range(5000))
+    with pytest.raises(InvalidInput, match="does not occur"):
+        replace_text(content, "b a" * 66 + "z", "x")
+    assert time.process_time() - start < MAX_CPU_SECONDS
 
 
 PATCH = """*** Begin Patch
@@ -98,6 +117,35 @@ def test_hunks_change_the_lines_they_name(body: str, content: str, expected: str
 def test_what_is_not_a_patch_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput):
         parse_patch(text)
+
+
+def build_update(hunks: int) -> str:
+    body = "".join(f"@@\n-line {number}\n+changed\n" for number in range(hunks))
+    return f"*** Begin Patch\n*** Update File: f\n{body}*** End Patch"
+
+
+def test_many_hunks_in_a_long_file_are_applied_quickly() -> None:
+    start = time.process_time()
+    content = "".join(f" line {number}\n" for number in range(60_000))
+    changed = parse_patch(build_update(MAX_HUNKS_PER_FILE))[0].apply(content).split("\n")
+    assert changed[:MAX_HUNKS_PER_FILE] == ["changed"] * MAX_HUNKS_PER_FILE
+    assert changed[MAX_HUNKS_PER_FILE] == f" line {MAX_HUNKS_PER_FILE}"
+    assert time.process_time() - start < MAX_CPU_SECONDS
+
+
+def test_the_number_of_changes_is_limited() -> None:
+    files = "".join(f"*** Delete File: {number}\n" for number in range(50_000))
+    start = time.process_time()
+    for patch in (build_update(MAX_HUNKS_PER_FILE + 1), f"*** Begin Patch\n{files}*** End Patch"):
+        with pytest.raises(TooLarge, match="at most 100 files, each in at most 1000 places"):
+            parse_patch(patch)
+    assert time.process_time() - start < MAX_CPU_SECONDS
+
+
+def test_only_newlines_separate_lines() -> None:
+    body = "*** Add File: f\n+a\x0cb\u2028c\x85d\n"
+    [patch] = parse_patch(f"*** Begin Patch\r\n{body}*** End Patch\r\n")
+    assert patch.content == "a\x0cb\u2028c\x85d\n"
 
 
 def test_a_hunk_that_does_not_match_is_refused() -> None:

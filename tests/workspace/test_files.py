@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
+import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -12,8 +16,10 @@ from antiphon.access import Caller
 from antiphon.clock import SystemClock
 from antiphon.engine.sessions import session_rows
 from antiphon.engine.sessions.session_rows import NewSession
-from antiphon.errors import InvalidInput, NotFound, StaleFile, TooLarge
+from antiphon.errors import InvalidInput, NotFound, StaleFile, TooLarge, Unavailable
 from antiphon.store import Tx
+from antiphon.workspace import directory as directory_module
+from antiphon.workspace import files as files_module
 from antiphon.workspace.directory import WorkspaceDirectory
 from antiphon.workspace.files import FileChange, ImageFile, TextPage, WorkspaceFiles
 from antiphon.workspace.locations import SessionWorkspace
@@ -111,6 +117,49 @@ async def test_a_patch_that_does_not_fit_changes_nothing(files: WorkspaceFiles, 
     with pytest.raises(StaleFile):
         await files.apply_patch(OTHER, "patch-3", PATCH)
     assert {file.name: file.read_text() for file in (tmp_path / "workspace").iterdir()} == before
+
+
+async def test_a_file_is_named_once_however_it_is_written(files: WorkspaceFiles, tmp_path: Path) -> None:
+    await files.write(MAIN, "1", "a.txt", "one\n")
+    sections = "".join(f"*** Update File: {path}\n@@\n+x\n" for path in ("a.txt", "./b/../a.txt"))
+    with pytest.raises(InvalidInput, match=r"names 'a\.txt' twice"):
+        await files.apply_patch(MAIN, "2", f"*** Begin Patch\n{sections}*** End Patch")
+    assert (tmp_path / "workspace" / "a.txt").read_text() == "one\n"
+
+
+async def test_a_locked_workspace_delays_nothing_else(
+    files: WorkspaceFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_module, "LOCK_TIMEOUT_SECONDS", 2.0)
+    (tmp_path / "workspace").mkdir()
+    lock = os.open(tmp_path / "workspace", os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        writes = [asyncio.create_task(files.write(MAIN, str(n), f"{n}.txt", "x")) for n in range(12)]
+        await asyncio.sleep(0)
+        for _ in range(8):
+            assert await asyncio.to_thread(lambda: "done") == "done"
+        assert not all(write.done() for write in writes)
+        done, _ = await asyncio.wait(writes, timeout=60)
+        assert all(isinstance(write.exception(), Unavailable) for write in done) and len(done) == 12
+    finally:
+        os.close(lock)
+
+
+async def test_files_are_read_and_cut_outside_the_event_loop(
+    files: WorkspaceFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    cut = files_module._cut_page  # pyright: ignore[reportPrivateUsage]
+
+    def record(path: str, data: bytes, offset: int, limit: int) -> TextPage:
+        threads.append(threading.current_thread())
+        return cut(path, data, offset, limit)
+
+    monkeypatch.setattr(files_module, "_cut_page", record)
+    await files.write(MAIN, "1", "a.txt", "one\n")
+    assert await read_text(files, "a.txt") == "one"
+    assert threads and threading.current_thread() not in threads
 
 
 class Killed(BaseException):

@@ -16,6 +16,7 @@ import hashlib
 import os
 import stat
 import sys
+import time
 import uuid
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,9 +26,11 @@ from typing import Self
 
 import msgspec
 
-from antiphon.errors import AntiphonError, Forbidden, InvalidInput, NotFound, StaleFile, TooLarge
+from antiphon.errors import AntiphonError, Forbidden, InvalidInput, NotFound, StaleFile, TooLarge, Unavailable
 
 MAX_PATH_BYTES = 4096
+LOCK_TIMEOUT_SECONDS = 10.0
+LOCK_RETRY_SECONDS = 0.005
 MAX_OPEN_ATTEMPTS = 64  # the kernel asks for a retry while a directory on the way is being renamed
 TEMPORARY_FILE_PREFIX = ".antiphon-"
 
@@ -64,14 +67,14 @@ class WorkspaceDirectory:
         """
         self.root = root / below
         self._prefixes = [PurePosixPath(prefix) for prefix in (str(self.root), *aliases)]
-        self._fd = os.open(root, _DIRECTORY_FLAGS)
+        self._root_fd = self._fd = os.open(root, _DIRECTORY_FLAGS)
         if below:
-            outer = self._fd
             try:
                 with self._report_errors(below):
                     self._fd = self._open_or_create_directory(below)
-            finally:
-                os.close(outer)
+            except BaseException:
+                os.close(self._root_fd)
+                raise
 
     def __enter__(self) -> Self:
         return self
@@ -79,7 +82,8 @@ class WorkspaceDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._fd)
+        for fd in {self._fd, self._root_fd}:
+            os.close(fd)
 
     def read_file(self, path: str, max_bytes: int) -> FileContent:
         """Return the content of a regular file.
@@ -102,7 +106,7 @@ class WorkspaceDirectory:
         if len(data) > max_bytes:
             raise TooLarge(
                 f"{name!r} has {max(status.st_size, len(data))} bytes; at most {max_bytes} can be read at once.",
-                "Read a part of it.",
+                "Split it into smaller files.",
                 field="path",
                 bytes=status.st_size,
                 max=max_bytes,
@@ -122,14 +126,22 @@ class WorkspaceDirectory:
 
         Raises:
             StaleFile: a file has another content than its writer expects.
+            TooLarge: the files that are there have more than `max_bytes` together.
+            Unavailable: another program holds the workspace locked.
         """
         with self._lock():
-            before = [self.find_content(each.path, max_bytes) for each in replacements]
-            for each, content in zip(replacements, before, strict=True):
+            before: list[FileContent | None] = []
+            bytes_left = max_bytes
+            for each in replacements:
+                content = self.find_content(each.path, bytes_left)
                 _require_version(each, content.sha256 if content else None)
+                bytes_left -= len(content.data) if content else 0
+                before.append(content)
             done: list[FileReplacement] = []
             try:
                 for each, content in zip(replacements, before, strict=True):
+                    if done:  # a link may have made two names one file
+                        _require_version(each, self.find_sha256(each.path, max_bytes))
                     done.append(FileReplacement(each.path, None, content.data if content else None))
                     self._replace(each.path, each.data)
             except BaseException:
@@ -177,11 +189,19 @@ class WorkspaceDirectory:
 
     @contextmanager
     def _lock(self) -> Generator[None]:
+        """Lock the root, also for work below it. A program of an agent can hold the lock, so waiting is bounded."""
         fd = os.open(
-            ".", _DIRECTORY_FLAGS, dir_fd=self._fd
+            ".", _DIRECTORY_FLAGS, dir_fd=self._root_fd
         )  # its own description, so that threads exclude each other
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            until = time.monotonic() + LOCK_TIMEOUT_SECONDS
+            while not _try_lock(fd):
+                if time.monotonic() > until:
+                    raise Unavailable(
+                        f"Another program has held the workspace locked for {LOCK_TIMEOUT_SECONDS:g} s.",
+                        "End that program, or try again later.",
+                    )
+                time.sleep(LOCK_RETRY_SECONDS)
             yield
         finally:
             os.close(fd)
@@ -247,6 +267,15 @@ class WorkspaceDirectory:
                     raise InvalidInput(
                         "A name in the path is too long.", "Use a shorter one.", field="path"
                     ) from None
+                case errno.EAGAIN | errno.EBUSY | errno.ETXTBSY:
+                    raise Unavailable(
+                        f"{name!r} is being used by another program.", "Try again later."
+                    ) from None
+                case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+                    raise Unavailable(
+                        f"{name!r} could not be written: {error.strerror}.",
+                        "Delete files that are not needed.",
+                    ) from None
                 case errno.EACCES | errno.EPERM | errno.EROFS:
                     raise Forbidden(
                         f"{name!r} may not be accessed: {error.strerror}.",
@@ -311,6 +340,14 @@ def _walk_beneath(directory: int, name: str, flags: int) -> int:
 
 
 _open_beneath = _openat2 if has_openat2() else _walk_beneath
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _make_directory(parent: int, name: str) -> None:

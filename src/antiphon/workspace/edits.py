@@ -5,17 +5,23 @@ Nothing here reads or writes a file: `directory` does.
 
 from __future__ import annotations
 
-import difflib
+import heapq
 import itertools
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
 
-from antiphon.errors import InvalidInput
+from antiphon.errors import InvalidInput, TooLarge
 
 MAX_LINES_SHOWN = 3  # of the passages most similar to a text that was not found
+MAX_LINES_COMPARED = 5000
+MAX_COMPARED_CHARACTERS = 200  # of a line
+MIN_SIMILARITY = 0.6
+MAX_PATCHED_FILES = 100
+MAX_HUNKS_PER_FILE = 1000
 PATCH_BEGIN, PATCH_END = "*** Begin Patch", "*** End Patch"
 
 _FILE_HEADER_PATTERN = re.compile(r"\*\*\* (Add|Update|Delete) File: (.+)")
@@ -23,11 +29,12 @@ _MOVE_PATTERN = re.compile(r"\*\*\* Move to: (.+)")
 _END_OF_FILE = "*** End of File"
 
 
-def replace_text(content: str, old: str, new: str, *, replace_all: bool = False) -> str:
+def replace_text(content: str, old: str, new: str, *, max_characters: int, replace_all: bool = False) -> str:
     """Return the content with `old` replaced by `new`.
 
     Raises:
         InvalidInput: `old` does not occur, or occurs more than once without `replace_all`.
+        TooLarge: the result would have more than `max_characters`, and is not built.
     """
     if not old:
         raise InvalidInput("'oldText' is empty.", "Give the text to replace.", field="oldText")
@@ -46,6 +53,13 @@ def replace_text(content: str, old: str, new: str, *, replace_all: bool = False)
             "Add surrounding lines to make it unique, or set replaceAll.",
             field="oldText",
         )
+    if (size := len(content) + count * (len(new) - len(old))) > max_characters:
+        raise TooLarge(
+            f"The file would have {size} characters; at most {max_characters} can be written.",
+            "Replace fewer occurrences, or use a shorter text.",
+            field="newText",
+            max=max_characters,
+        )
     return content.replace(old, new)
 
 
@@ -59,13 +73,29 @@ def _list_line_numbers(content: str, old: str) -> str:
 
 
 def _describe_similar_lines(content: str, old: str) -> str:
-    first = next((line.strip() for line in old.splitlines() if line.strip()), "")
-    numbered = {line.strip(): n for n, line in reversed(list(enumerate(content.splitlines(), 1)))}
-    close = difflib.get_close_matches(first[:200], list(numbered)[:5000], n=MAX_LINES_SHOWN, cutoff=0.6)
-    if not close:
-        return ""
-    shown = "; ".join(f"{numbered[line]}: {line[:120]!r}" for line in close)
-    return f" The most similar lines are {shown}."
+    first = next((line.strip() for line in old.split("\n") if line.strip()), "")
+    wanted = _list_bigrams(first)
+    lines = itertools.islice(re.finditer(r"[^\n]+", content), MAX_LINES_COMPARED)
+    number, end = 1, 0
+    scored: dict[str, tuple[float, int]] = {}
+    for match in lines:
+        number += content.count("\n", end, match.start())
+        end = match.start()
+        line = match[0][:MAX_COMPARED_CHARACTERS].strip()
+        if line not in scored:
+            scored[line] = _measure_similarity(wanted, _list_bigrams(line)), -number
+    close = heapq.nlargest(MAX_LINES_SHOWN, scored, key=scored.__getitem__)
+    shown = [f"{-scored[line][1]}: {line[:120]!r}" for line in close if scored[line][0] >= MIN_SIMILARITY]
+    return f" The most similar lines are {'; '.join(shown)}." if shown else ""
+
+
+def _list_bigrams(line: str) -> set[str]:
+    """Return the pairs of neighbouring characters: cheap to compare, unlike the order of all characters."""
+    return {line[i : i + 2] for i in range(min(len(line), MAX_COMPARED_CHARACTERS))}
+
+
+def _measure_similarity(one: set[str], other: set[str]) -> float:
+    return 2 * len(one & other) / (len(one) + len(other)) if one and other else 0.0
 
 
 class Hunk(msgspec.Struct, frozen=True):
@@ -94,9 +124,11 @@ class FilePatch(msgspec.Struct, frozen=True):
             InvalidInput: the lines of a hunk do not occur in the file.
         """
         lines = content.split("\n")
+        searches = [_LineSearch([normalize(line) for line in lines], normalize) for normalize in _COMPARISONS]
+        changed: list[str] = []
         position = 0
         for number, hunk in enumerate(self.hunks, 1):
-            start = _find_hunk(lines, hunk, position)
+            start = _find_hunk(searches, lines, hunk, position)
             if start is None:
                 wanted = next(iter(hunk.old), hunk.context or "")
                 raise InvalidInput(
@@ -104,9 +136,9 @@ class FilePatch(msgspec.Struct, frozen=True):
                     "Read the file again and copy its lines exactly.",
                     field="input",
                 )
-            lines[start : start + len(hunk.old)] = hunk.new
-            position = start + len(hunk.new)
-        return "\n".join(lines)
+            changed += [*lines[position:start], *hunk.new]
+            position = start + len(hunk.old)
+        return "\n".join([*changed, *lines[position:]])
 
 
 def parse_patch(text: str) -> list[FilePatch]:
@@ -114,17 +146,30 @@ def parse_patch(text: str) -> list[FilePatch]:
 
     Raises:
         InvalidInput: it has another form, or names a file twice.
+        TooLarge: it changes too many files, or one of them in too many places.
     """
-    lines = text.strip().splitlines()
+    lines = re.split(r"\r?\n", text.strip())
     if len(lines) < 2 or lines[0].strip() != PATCH_BEGIN or lines[-1].strip() != PATCH_END:
         raise _build_syntax_error(f"A patch begins with {PATCH_BEGIN!r} and ends with {PATCH_END!r}.")
-    patches = list(_parse_files(lines[1:-1]))
+    patches = list(itertools.islice(_parse_files(lines[1:-1]), MAX_PATCHED_FILES + 1))
     if not patches:
         raise _build_syntax_error("The patch changes no file.")
-    paths = [path for patch in patches for path in (patch.path, patch.move_to) if path]
-    if twice := next((path for path in paths if paths.count(path) > 1), None):
-        raise _build_syntax_error(f"The patch names {twice!r} twice.")
+    hunks = max(len(patch.hunks) for patch in patches)
+    if len(patches) > MAX_PATCHED_FILES or hunks > MAX_HUNKS_PER_FILE:
+        raise TooLarge(
+            f"A patch changes at most {MAX_PATCHED_FILES} files, each in at most {MAX_HUNKS_PER_FILE} places.",
+            "Split it.",
+            field="input",
+        )
+    require_distinct_paths([path for patch in patches for path in (patch.path, patch.move_to) if path])
     return patches
+
+
+def require_distinct_paths(paths: Sequence[str]) -> None:
+    """Refuse a patch with two changes of one file, of which the second would undo the first."""
+    for path, other in itertools.pairwise(sorted(paths)):
+        if path == other:
+            raise _build_syntax_error(f"The patch names {path!r} twice.")
 
 
 def _parse_files(lines: Sequence[str]) -> Iterator[FilePatch]:
@@ -184,30 +229,42 @@ _COMPARISONS: tuple[Callable[[str], str], ...] = (str, str.rstrip, str.strip)
 """How lines are compared: exactly first, then without trailing, then without surrounding whitespace."""
 
 
-def _find_hunk(lines: Sequence[str], hunk: Hunk, position: int) -> int | None:
+class _LineSearch:
+    """Finds consecutive lines in a text whose lines are compared in one way. The search runs in C."""
+
+    def __init__(self, lines: Sequence[str], normalize: Callable[[str], str]) -> None:
+        self._normalize = normalize
+        self._text = "\n" + "".join(f"{line}\n" for line in lines)
+        self._offsets = list(itertools.accumulate((len(line) + 1 for line in lines), initial=0))
+        """Where each line's preceding newline is."""
+
+    def find(self, wanted: Sequence[str], position: int) -> int | None:
+        """Return the first line at or after `position` at which the wanted lines begin."""
+        passage = "\n" + "".join(f"{self._normalize(line)}\n" for line in wanted)
+        offset = self._text.find(passage, self._offsets[position])
+        return bisect_left(self._offsets, offset) if offset >= 0 else None
+
+
+def _find_hunk(
+    searches: Sequence[_LineSearch], lines: Sequence[str], hunk: Hunk, position: int
+) -> int | None:
     """Return the line at which a hunk begins, at or after `position`."""
     if hunk.context is not None:
-        found = _find_lines(lines, [hunk.context], position, at_end=False)
+        found = _find_lines(searches, [hunk.context], position)
         if found is None:
             return None
         position = found + 1
+    end = len(lines) - (lines[-1] == "")  # without the empty line after a final newline
     if not hunk.old:  # only additions: at the end, or after the context line
-        has_final_newline = lines[-1:] == [""]
-        return position if hunk.context is not None else len(lines) - has_final_newline
-    return _find_lines(lines, hunk.old, position, at_end=hunk.at_end)
+        return position if hunk.context is not None else max(position, end)
+    if hunk.at_end:
+        position = max(position, end - len(hunk.old))
+    return _find_lines(searches, hunk.old, position)
 
 
-def _find_lines(lines: Sequence[str], wanted: Sequence[str], position: int, *, at_end: bool) -> int | None:
-    end = len(lines) - (lines[-1:] == [""])
-    for normalize in _COMPARISONS:
-        expected = [normalize(line) for line in wanted]
-        compared = [normalize(line) for line in lines]
-        starts = range(position, len(lines) - len(wanted) + 1)
-        matches = (start for start in starts if compared[start : start + len(wanted)] == expected)
-        found = next((start for start in matches if not at_end or start + len(wanted) >= end), None)
-        if found is not None:
-            return found
-    return None
+def _find_lines(searches: Sequence[_LineSearch], wanted: Sequence[str], position: int) -> int | None:
+    found = (search.find(wanted, position) for search in searches)
+    return next((line for line in found if line is not None), None)
 
 
 def _build_syntax_error(what: str) -> InvalidInput:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -22,7 +23,7 @@ from antiphon.errors import InvalidInput, StaleFile, TooLarge
 from antiphon.store import Store, Tx
 from antiphon.store.queries import Queries
 from antiphon.workspace.directory import FileReplacement, WorkspaceDirectory
-from antiphon.workspace.edits import FilePatch, parse_patch, replace_text
+from antiphon.workspace.edits import FilePatch, parse_patch, replace_text, require_distinct_paths
 from antiphon.workspace.locations import SessionWorkspace
 
 MAX_WRITE_BYTES = 1024 * 1024
@@ -31,7 +32,7 @@ MAX_IMAGE_BYTES = 5 * 1024 * 1024
 MAX_PAGE_LINES = 2000
 MAX_PAGE_BYTES = 50 * 1024
 MAX_VERSIONS_PER_SESSION = 2000
-MAX_PATCHED_FILES = 100
+MAX_FILE_THREADS = 4
 DELETED_VERSION = "deleted"  # in place of the hash of a file that is not there
 
 _SQL = Queries("file_versions")
@@ -43,6 +44,9 @@ _IMAGE_SIGNATURES = (
 )
 
 T = TypeVar("T")
+
+_file_threads = ThreadPoolExecutor(MAX_FILE_THREADS, "workspace")
+"""Work on files may take long, on a slow disk or because a program holds a lock; name look-ups must not wait for it."""
 
 
 class TextPage(msgspec.Struct, frozen=True):
@@ -90,14 +94,15 @@ class WorkspaceFiles:
         Raises:
             InvalidInput: it is neither.
         """
-        name, content = await self._work(
-            caller, lambda directory: (directory.normalize(path), directory.read_file(path, MAX_READ_BYTES))
-        )
-        shown = _build_image(path, content.data) or _cut_page(path, content.data, offset, limit)
+
+        def load(directory: WorkspaceDirectory) -> tuple[str, str, TextPage | ImageFile]:
+            content = directory.read_file(path, MAX_READ_BYTES)
+            shown = _build_image(path, content.data) or _cut_page(path, content.data, offset, limit)
+            return directory.normalize(path), content.sha256, shown
+
+        name, sha256, shown = await self._work(caller, load)
         location = str(self._locate(caller).path / name)
-        await self._store.tx(
-            _record_read, _get_session_key(caller), location, content.sha256, self._clock.now()
-        )
+        await self._store.tx(_record_read, _get_session_key(caller), location, sha256, self._clock.now())
         return shown
 
     async def write(self, caller: Caller, call: str, path: str, content: str) -> FileChange:
@@ -113,7 +118,7 @@ class WorkspaceFiles:
 
         def plan(directory: WorkspaceDirectory) -> list[FileReplacement]:
             text = _decode(path, directory.read_file(path, MAX_READ_BYTES).data)
-            changed = replace_text(text, old, new, replace_all=replace_all)
+            changed = replace_text(text, old, new, max_characters=MAX_WRITE_BYTES, replace_all=replace_all)
             return [_plan_replacement(directory, path, _encode(changed))]
 
         return (await self._change(caller, call, [_Step((path,), plan)]))[0]
@@ -121,12 +126,6 @@ class WorkspaceFiles:
     async def apply_patch(self, caller: Caller, call: str, patch: str) -> list[FileChange]:
         """Change several files, all or none."""
         patches = parse_patch(patch)
-        if len(patches) > MAX_PATCHED_FILES:
-            raise TooLarge(
-                f"The patch changes {len(patches)} files; at most {MAX_PATCHED_FILES} are allowed.",
-                "Split it.",
-                field="input",
-            )
         steps = [
             _Step(tuple(filter(None, (each.move_to, each.path))), partial(_plan_patch, patch=each))
             for each in patches
@@ -138,6 +137,7 @@ class WorkspaceFiles:
         recorded = await self._store.read(_load_written, key, call)
 
         def plan(directory: WorkspaceDirectory) -> list[FileReplacement]:
+            require_distinct_paths([directory.normalize(path) for step in steps for path in step.paths])
             left = [step for step in steps if not _is_done(directory, root, step, recorded)]
             return [replacement for step in left for replacement in step.plan(directory)]
 
@@ -161,7 +161,7 @@ class WorkspaceFiles:
             ) as directory:
                 return work(directory)
 
-        return await asyncio.to_thread(run)
+        return await asyncio.get_running_loop().run_in_executor(_file_threads, run)
 
 
 def _get_session_key(caller: Caller) -> str:

@@ -8,11 +8,13 @@ bounded in bytes and time.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import ipaddress
 import re
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
-from importlib import import_module
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urljoin, urlsplit
 
@@ -25,9 +27,17 @@ if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode as _HtmlNode
 
 MAX_URL_CHARACTERS = 4096
+MAX_RESOLVER_THREADS = 4
 DEFAULT_PORTS = {"http": 80, "https": 443}
 _REDIRECT_STATUSES = frozenset({301, 302, 303, 307, 308})
 _NAT64_NETWORK = ipaddress.ip_network("64:ff9b::/96")
+_GLOBAL_UNICAST_NETWORK = ipaddress.ip_network("2000::/3")
+_REFUSED_NETWORKS = (
+    ipaddress.ip_network("168.63.129.16/32"),  # the metadata service of Azure
+    ipaddress.ip_network("192.88.99.0/24"),  # relays into other networks
+    ipaddress.ip_network("3fff::/20"),  # documentation
+)
+_UNUSUAL_CODECS = frozenset({"punycode", "raw_unicode_escape", "unicode_escape"})  # slow, or not for pages
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -51,15 +61,27 @@ class FetchedPage(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         charset = re.search(r"charset=[\"']?([\w.:-]+)", self.content_type, re.IGNORECASE)
-        try:
-            return self.body.decode(charset[1] if charset else "utf-8", errors="replace")
-        except LookupError:
-            return self.body.decode("utf-8", errors="replace")
+        return self.body.decode(_choose_codec(charset[1] if charset else "utf-8"), errors="replace")
+
+
+def _choose_codec(charset: str) -> str:
+    try:
+        codec = codecs.lookup(charset).name
+        b"-".decode(codec, errors="replace")  # some codecs are not for text
+    except (LookupError, UnicodeError):
+        return "utf-8"
+    return "utf-8" if codec.replace("-", "_") in _UNUSUAL_CODECS else codec
+
+
+_resolver_threads = ThreadPoolExecutor(MAX_RESOLVER_THREADS, "web-resolver")
+"""A name server chosen by a model may never answer; other look-ups of the process must not wait for it."""
 
 
 async def resolve_host(host: str, port: int) -> Sequence[str]:
     """Return the addresses of a host."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(
+        _resolver_threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    )
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
@@ -72,9 +94,9 @@ def is_public_address(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         if inner is not None:
             ip = inner
-        elif ip.teredo is not None:
+        elif ip not in _GLOBAL_UNICAST_NETWORK:  # such as ways to write an IPv4 address
             return False
-    return ip.is_global and not ip.is_multicast
+    return ip.is_global and not ip.is_multicast and not any(ip in network for network in _REFUSED_NETWORKS)
 
 
 class WebClient:
@@ -92,6 +114,7 @@ class WebClient:
         self._headers = {"user-agent": user_agent, "accept": "text/html, text/*;q=0.9, */*;q=0.5"}
         self._resolve = resolve
         self._is_allowed = is_allowed
+        self._tls: ssl.SSLContext | None = None
 
     async def fetch(self, url: str) -> FetchedPage:
         """Return a page.
@@ -101,9 +124,9 @@ class WebClient:
             Forbidden: it, or a redirect from it, leads to an address that is not public.
             Unavailable: the server could not be reached, or did not answer in time.
         """
-        # Imported with the first page and off the event loop: it would take a tenth of the gateway's start.
-        await asyncio.to_thread(import_module, "httpx2")
-        from httpx2 import HTTPError  # noqa: PLC0415
+        if self._tls is None:
+            self._tls = await asyncio.to_thread(_load_http_client)
+        from httpx2 import HTTPError, InvalidURL  # noqa: PLC0415 - loaded by now
 
         try:
             async with asyncio.timeout(self._limits.timeout_seconds):
@@ -112,6 +135,8 @@ class WebClient:
             raise Unavailable(
                 f"{url[:200]!r} did not answer within {self._limits.timeout_seconds:g} s.", "Try again later."
             ) from None
+        except (InvalidURL, UnicodeError):
+            raise _build_address_error(url) from None
         except (HTTPError, OSError) as error:
             raise Unavailable(
                 f"{url[:200]!r} could not be fetched: {str(error) or type(error).__name__}.",
@@ -123,7 +148,7 @@ class WebClient:
             page, location = await self._request(url)
             if location is None:
                 return page
-            url = urljoin(url, location)
+            url = _join_url(url, location)
         raise Unavailable(
             f"{url[:200]!r} redirects more than {self._limits.max_redirects} times.", "Use the final address."
         )
@@ -135,14 +160,15 @@ class WebClient:
         host, port, scheme = _split_url(url)
         address = await self._choose_address(host, port)
         pinned = httpx2.URL(url).copy_with(host=address, port=port, fragment=None)
-        host_header = host if port == DEFAULT_PORTS[scheme] else f"{host}:{port}"
+        shown_host = f"[{host}]" if ":" in host else host.encode("idna").decode()
+        host_header = shown_host if port == DEFAULT_PORTS[scheme] else f"{shown_host}:{port}"
         async with (
-            httpx2.AsyncClient(trust_env=False, follow_redirects=False) as http,
+            httpx2.AsyncClient(trust_env=False, follow_redirects=False, verify=self._tls or True) as http,
             http.stream(
                 "GET",
                 pinned,
                 headers={**self._headers, "host": host_header, "accept-encoding": "identity"},
-                extensions={"sni_hostname": host},
+                extensions={"sni_hostname": host if ":" in host else shown_host},
                 timeout=self._limits.timeout_seconds,
             ) as response,
         ):
@@ -196,10 +222,29 @@ def _split_url(url: str) -> tuple[str, int, str]:
         host = port = None
         parts = urlsplit("")
     if parts.scheme not in DEFAULT_PORTS or not host or parts.username is not None:
-        raise InvalidInput(
-            f"{url[:200]!r} is not an address of the web.", "Use http:// or https:// and a host.", field="url"
-        )
+        raise _build_address_error(url)
     return host, port or DEFAULT_PORTS[parts.scheme], parts.scheme
+
+
+def _build_address_error(url: str) -> InvalidInput:
+    return InvalidInput(
+        f"{url[:200]!r} is not an address of the web.", "Use http:// or https:// and a host.", field="url"
+    )
+
+
+def _join_url(base: str, target: str) -> str:
+    """Return a link's address, or the link as it is written if it is not one."""
+    try:
+        return urljoin(base, target)
+    except ValueError:
+        return target
+
+
+def _load_http_client() -> ssl.SSLContext:
+    """Import the client with the first page, and off the event loop: it would take a tenth of the gateway's start."""
+    import httpx2  # noqa: PLC0415
+
+    return httpx2.create_ssl_context(trust_env=False)
 
 
 # --- pages as text ---
@@ -272,7 +317,8 @@ class _TextWriter:
         self._parts: list[str] = []
 
     def finish(self) -> str:
-        text = re.sub(r"[ \t]+\n", "\n", "".join(self._parts))
+        # Line by line, since a regular expression would try every space of a long line as a beginning.
+        text = "\n".join(line.rstrip(" \t") for line in "".join(self._parts).split("\n"))
         return re.sub(r"\n{3,}", "\n\n", text).strip()
 
     def write_children(self, node: _HtmlNode) -> None:
@@ -305,5 +351,5 @@ class _TextWriter:
         if heading := _HEADING_TAG.fullmatch(tag):
             return "\n\n" + ("#" * int(heading[1]) + " " if self._markdown else ""), "\n\n"
         if tag == "a" and self._markdown and (target := node.attributes.get("href")):
-            return "[", f"]({urljoin(self._base_url, target)})"
+            return "[", f"]({_join_url(self._base_url, target)})"
         return (_MARKDOWN_SURROUNDINGS if self._markdown else _TEXT_SURROUNDINGS).get(tag, ("", ""))
