@@ -7,6 +7,7 @@ import asyncio
 from antiphon import access
 from antiphon.access import Caller
 from antiphon.engine.outbox import delivery_rows, sanitize
+from antiphon.engine.outbox.redaction import CUT_EDGE_CHARACTERS
 from antiphon.engine.validation import parse_row_cursor, validate_and_clamp, validate_choice
 from antiphon.operations.context import OperationContext
 from antiphon.operations.types import DeliveryPage, DeliveryView
@@ -17,7 +18,6 @@ DEFAULT_DELIVERIES_PER_PAGE, MAX_DELIVERIES_PER_PAGE = 50, 500
 MAX_DELIVERED_COUNTED = 10_000  # delivered rows only; all other states are counted in full
 OUTBOX_REFUSAL = "the outbox", "Ask an operator."
 MAX_SANITIZED_CHARACTERS = 2000
-CUT_EDGE_CHARACTERS = 200  # dropped from the end of these, where a cut token would not be recognised
 
 
 class DeliveryOperations:

@@ -1,7 +1,7 @@
-"""Masks secrets in output: history, lists, announcements, logs, exports.
+"""Masks secrets in announcements, tool results about sessions, search hits and excerpts.
 
-Stored text and text for models are not masked: a mask that reaches a model could end up in files it writes. Secrets are
-recognised by their name or shape, so some may be missed.
+Not masked: stored text, prompts, transcripts shown to people, exports and logs. A mask in a prompt could end up in a
+file that the model writes. Secrets are recognised by their name or shape, so some may be missed.
 
 Every pattern takes linear time: its repetitions are possessive and stop where the next match could begin. Only private
 keys span several lines.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import overload
+from typing import NamedTuple, overload
 
 MIN_PARTIALLY_SHOWN_CHARACTERS = 18  # shorter secrets are masked completely
 MAX_EXCERPT_CHARACTERS = 300
@@ -33,23 +33,6 @@ _PREFIXED_TOKEN_PATTERN = (
     r"|xapp-[A-Za-z0-9-]{8,}+|gsk_[A-Za-z0-9_-]{10,}+|AIza[A-Za-z0-9_-]{20,}+|pplx-[A-Za-z0-9_-]{10,}+"
     r"|npm_[A-Za-z0-9]{10,}+"
 )
-_SECRET_PATTERNS = (
-    # API_KEY=…, DB_PASSWORD: … Capitals only: `key=len` and `Key: value` are ordinary code and prose.
-    rf"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)[ \t]{{0,8}}[=:](?![=:])[ \t]{{0,8}}{_VALUE_PATTERN}",
-    # api_key=…, password=… as in URLs and connection strings.
-    rf"{_SECRET_NAME_PATTERN}=(?!=){_VALUE_PATTERN}",
-    rf"""(?P<mark>["']){_SECRET_NAME_PATTERN}(?P=mark)[ \t]{{0,8}}:[ \t]{{0,8}}"""
-    r"""(?P<quote>["'])(?P<plain>(?:(?!(?P=quote))[^\\\n]|\\.)++)""",
-    # JSON inside a JSON string.
-    rf"""\\"{_SECRET_NAME_PATTERN}\\"[ \t]{{0,8}}:[ \t]{{0,8}}\\"(?P<plain>(?:[^"\\\n]|\\[^"\n])++)""",
-    rf"--{_SECRET_NAME_PATTERN}[ \t]{{1,8}}(?!-){_VALUE_PATTERN}",
-    r"""(?i:authorization)["']?[ \t]{0,8}[:=][ \t]{0,8}["']?(?i:bearer|basic)[ \t]{1,8}"""
-    r"""(?P<plain>[^\s"'`\\,;]++)""",
-    r"(?i:bearer)[ \t]{1,8}(?P<plain>[A-Za-z0-9._~+/=-]{18,}+)",
-    rf"(?<![A-Za-z0-9])(?P<plain>{_PREFIXED_TOKEN_PATTERN})",
-    # A Telegram bot token; in its URLs it follows `bot`.
-    r"(?<![0-9])(?P<plain>[0-9]{6,12}+:[A-Za-z0-9_-]{20,}+)",
-)
 _PEM_LABEL_PATTERN = r"[A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
 _PRIVATE_KEY_PATTERN = (
     rf"(?P<first>-----BEGIN {_PEM_LABEL_PATTERN})"
@@ -57,35 +40,90 @@ _PRIVATE_KEY_PATTERN = (
     # A truncated key: everything that looks like its lines.
     r"|(?P<rest>(?:(?:\s|\\[nr])*+[A-Za-z0-9+/=]{16,}+)++(?:(?:\s|\\[nr])*+[A-Za-z0-9+/=]++(?=\s*$))?))"
 )
-_SECRET_HINTS = (
-    "key", "oken", "ecret", "assw", "bearer", "authorization",
-    "sk-", "ghp_", "github_pat_", "xox", "xapp-", "gsk_", "aiza", "pplx-", "npm_",
-)  # fmt: skip
-"""Lower-case substrings: a text without any of them can match only the last pattern."""
 _QUOTE_PATTERN = re.compile(r"""["'\\]""")
 _MASKED_PATTERN = re.compile(r"[*…]+|.{6}….{4}", re.DOTALL)
 
 
+class SecretShape(NamedTuple):
+    """One way to recognise secrets: the last group of the pattern is the secret and ends the match."""
+
+    hints: tuple[str, ...]
+    """Lower-case; every match contains one of them. A text without any is not searched for this shape."""
+    pattern: str
+
+
+_NAME_HINTS = ("key", "oken", "ecret", "assw")
+_SECRET_SHAPES = (
+    # First, so that nothing inside a private key is masked separately.
+    SecretShape(("private key",), _PRIVATE_KEY_PATTERN),
+    # API_KEY=…, DB_PASSWORD: … Capitals only: `key=len` and `Key: value` are ordinary code and prose.
+    SecretShape(
+        _NAME_HINTS,
+        rf"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)[ \t]{{0,8}}[=:](?![=:])[ \t]{{0,8}}{_VALUE_PATTERN}",
+    ),
+    # api_key=…, password=… as in URLs and connection strings.
+    SecretShape(_NAME_HINTS, rf"{_SECRET_NAME_PATTERN}=(?!=){_VALUE_PATTERN}"),
+    SecretShape(
+        _NAME_HINTS,
+        rf"""(?P<mark>["']){_SECRET_NAME_PATTERN}(?P=mark)[ \t]{{0,8}}:[ \t]{{0,8}}"""
+        r"""(?P<quote>["'])(?P<plain>(?:(?!(?P=quote))[^\\\n]|\\.)++)""",
+    ),
+    # JSON inside a JSON string.
+    SecretShape(
+        _NAME_HINTS,
+        rf"""\\"{_SECRET_NAME_PATTERN}\\"[ \t]{{0,8}}:[ \t]{{0,8}}\\"(?P<plain>(?:[^"\\\n]|\\[^"\n])++)""",
+    ),
+    SecretShape(_NAME_HINTS, rf"--{_SECRET_NAME_PATTERN}[ \t]{{1,8}}(?!-){_VALUE_PATTERN}"),
+    SecretShape(
+        ("authorization",),
+        r"""(?i:authorization)["']?[ \t]{0,8}[:=][ \t]{0,8}["']?(?i:bearer|basic)[ \t]{1,8}"""
+        r"""(?P<plain>[^\s"'`\\,;]++)""",
+    ),
+    SecretShape(("bearer",), r"(?i:bearer)[ \t]{1,8}(?P<plain>[A-Za-z0-9._~+/=-]{18,}+)"),
+    SecretShape(
+        ("sk-", "ghp_", "github_pat_", "xox", "xapp-", "gsk_", "aiza", "pplx-", "npm_"),
+        rf"(?<![A-Za-z0-9])(?P<plain>{_PREFIXED_TOKEN_PATTERN})",
+    ),
+    # A Telegram bot token; in its URLs it follows `bot`.
+    SecretShape((":",), r"(?<![0-9])(?P<plain>[0-9]{6,12}+:[A-Za-z0-9_-]{20,}+)"),
+)
+
+
 @cache  # on first use: most commands redact nothing, and compiling takes as long as importing several modules
-def _compile_patterns() -> tuple[re.Pattern[str], tuple[re.Pattern[str], ...]]:
-    """Return the pattern of private keys, and those of other secrets."""
-    return re.compile(_PRIVATE_KEY_PATTERN), tuple(map(re.compile, _SECRET_PATTERNS))
+def _compile_shapes() -> dict[tuple[str, ...], list[re.Pattern[str]]]:
+    """Return the compiled patterns by their hints, in order."""
+    compiled: dict[tuple[str, ...], list[re.Pattern[str]]] = {}
+    for shape in _SECRET_SHAPES:
+        compiled.setdefault(shape.hints, []).append(re.compile(shape.pattern))
+    return compiled
 
 
 def redact(text: str) -> str:
     """Return the text with its secrets masked; the same object if it has none."""
-    if not _may_hold_secret(text):
-        return text
-    private_key, secrets = _compile_patterns()
+    patterns = _select_patterns(text)
     before = text
     for _ in range(MAX_REDACTION_ROUNDS):
-        after = private_key.sub(_mask_private_key, before)
-        for pattern in secrets:
+        after = before
+        for pattern in patterns:
             after = pattern.sub(_mask_match, after)
         if after == before:
             break
         before = after
     return text if before == text else before
+
+
+def _select_patterns(text: str) -> list[re.Pattern[str]]:
+    """Return the patterns that may match. Most texts have few hints, and looking for them is ten times cheaper.
+
+    A mask contains no hint, so later rounds need no further patterns.
+    """
+    folded = text.casefold()
+    return [
+        pattern
+        for hints, patterns in _compile_shapes().items()
+        if any(hint in folded for hint in hints)
+        for pattern in patterns
+    ]
 
 
 @overload
@@ -104,16 +142,9 @@ def redact_excerpt(text: str | None) -> str | None:
     return f"{masked[:shown]}…"
 
 
-def _may_hold_secret(text: str) -> bool:
-    """Whether the patterns need to be applied. Most texts do not need it, and this check is ten times cheaper."""
-    folded = text.casefold()
-    if any(word in folded for word in _SECRET_HINTS):
-        return True
-    return ":" in text and _compile_patterns()[1][-1].search(text) is not None
-
-
 def _mask_match(match: re.Match[str]) -> str:
-    """Mask the value of a match, which is the last group of every pattern and ends the match."""
+    if "body" in match.re.groupindex:
+        return _mask_private_key(match)
     assert match.lastindex is not None
     secret: str = match[match.lastindex]
     return match[0][: -len(secret)] + _mask_secret(secret)
