@@ -18,11 +18,13 @@ from antiphon.bus import ApprovalChanged, session_topic
 from antiphon.config import Config
 from antiphon.engine.runs import approval_rows
 from antiphon.engine.runs.approval_gate import MAX_QUESTION_CHARACTERS
+from antiphon.engine.sessions import session_rows
 from antiphon.engine.toolbox import ApprovalQuestion, Tool, ToolOutput, ToolRequest, ask_about_arguments
 from antiphon.errors import Conflict, Forbidden, InvalidInput, NotFound
 from antiphon.messages import AssistantMessage, ToolCall, ToolResult, UserMessage
 from antiphon.operations.types import ApprovalView
 from antiphon.runtimes import Prompt
+from antiphon.store import Tx
 from support.app_fixture import (
     BOUND,
     MAIN,
@@ -369,6 +371,99 @@ async def test_a_decision_is_void_when_the_facts_have_changed(tmp_path: Path) ->
     assert payer.paid == []
 
 
+@pytest.mark.requirement("T7", "AT14")
+async def test_a_grant_is_void_under_other_facts(tmp_path: Path) -> None:
+    payer = Payer()
+    directory = "/one"
+
+    async def ask(request: ToolRequest) -> ApprovalQuestion | None:
+        return ApprovalQuestion(text="rm -r .", grant="rm -r .", binding=directory)
+
+    async with open_app_fixture(tmp_path, payer, tools=[payer.tool(hook=ask)]) as app:
+        run_id = await app.say("pay")
+        await app.operations.approvals.resolve(OPERATOR, (await pending(app)).id, "allow-always")
+        await app.wait_for_end(run_id)
+        assert (await app.ask("again")).reply == "paid 5", "not asked"
+        directory = "/two"
+        run_id = await app.say("elsewhere")
+        await app.operations.approvals.resolve(OPERATOR, (await pending(app)).id, "deny")
+        await app.wait_for_end(run_id)
+    assert len(payer.paid) == 2
+
+
+@pytest.mark.requirement("T7")
+async def test_a_decision_is_void_when_the_call_reads_otherwise(tmp_path: Path) -> None:
+    payer = Payer()
+    text = "remove a"
+
+    async def ask(request: ToolRequest) -> ApprovalQuestion | None:
+        return ApprovalQuestion(text=text, grant="remove")
+
+    async with open_app_fixture(tmp_path, payer, tools=[payer.tool(hook=ask)]) as app:
+        await app.say("pay", idempotency_key="r1")
+        waiting = await pending(app)
+    text = "remove b"
+    async with open_app_fixture(tmp_path, payer, tools=[payer.tool(hook=ask)]) as app:
+        await app.operations.approvals.resolve(OPERATOR, waiting.id, "allow-once")
+        assert "has changed since a person allowed it" in ((await app.wait_for_end("r1")).reply or "")
+    assert payer.paid == []
+
+
+# --- several who decide, several who execute ---
+
+
+@pytest.mark.requirement("T7", "G41")
+async def test_of_many_who_decide_at_once_one_does(tmp_path: Path) -> None:
+    payer = Payer()
+    async with open_app_fixture(tmp_path, payer, tools=[payer.tool()]) as app:
+        for number in range(3):
+            payer.rounds = ([{"amount": number}],)
+            paid_before, grants_before = len(payer.paid), len(app.rows("SELECT id FROM approval_grants"))
+            run_id = await app.say("pay")
+            waiting = await pending(app)
+            decisions = ["allow-always", "deny", "allow-once"] * 3
+            outcomes = await asyncio.gather(
+                *(
+                    app.operations.approvals.resolve(OPERATOR, waiting.id, decision, f"{decision} {n}")
+                    for n, decision in enumerate(decisions)
+                ),
+                return_exceptions=True,
+            )
+            views = [outcome for outcome in outcomes if isinstance(outcome, ApprovalView)]
+            errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+            [(decision, _)] = {(view.decision, view.decided_by) for view in views}
+            assert len(views) == 3 and all(isinstance(error, Conflict) for error in errors)
+            assert all("already decided" in str(error) for error in errors)
+            await app.wait_for_end(run_id)
+            assert len(payer.paid) - paid_before == (decision != "deny")
+            grants = len(app.rows("SELECT id FROM approval_grants"))
+            assert grants - grants_before == (decision == "allow-always")
+
+
+@pytest.mark.requirement("T7", "AT20")
+@pytest.mark.parametrize("settle", [False, True])
+async def test_a_process_that_lost_the_session_makes_no_allowed_call(tmp_path: Path, settle: bool) -> None:
+    payer = Payer()
+
+    async def take_over(tx: Tx, session: int, now: int) -> None:
+        assert await tx.one(session_rows.SQL.revoke_lane, id=session, count=0, aborted=0, now=now)
+
+    async with open_app_fixture(tmp_path, payer, tools=[payer.tool(settle=settle)]) as app:
+        await app.say("pay")
+        waiting = await pending(app)
+        [session] = app.rows("SELECT id FROM sessions")
+        await app.store.tx(take_over, session["id"], app.clock.now())
+        await app.operations.approvals.resolve(OPERATOR, waiting.id, "allow-once")
+
+        async def has_given_up() -> bool:
+            return not app.engine.worker.active_runs
+
+        await wait_until(has_given_up)
+        [row] = app.rows("SELECT state, started_at FROM approvals")
+        assert row == {"state": "allowed", "started_at": None}
+    assert payer.paid == []
+
+
 # --- what a person sees, and who decides ---
 
 
@@ -386,12 +481,31 @@ async def test_a_call_that_is_too_long_to_be_read_is_refused(tmp_path: Path) -> 
 def test_nothing_that_is_shown_is_invisible_or_controls_a_terminal(text: str) -> None:
     shown = approval_rows.format_question(text)
     assert all(
-        character == "\n" or unicodedata.category(character) not in {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}
+        character in "\n "
+        or unicodedata.category(character) not in {"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs"}
         for character in shown
     )
     if shown == text:
         return
-    assert "\\" in shown, "what is removed leaves a trace"
+    assert "\\u" in shown or "\\U" in shown or "[" in shown, "what is removed leaves a trace"
+
+
+@pytest.mark.requirement("T7")
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("rm -r /tmp\u00a0/x", r"rm -r /tmp\u00a0/x"),
+        ("a\u3164b", r"a\u3164b"),
+        ("a\u2800\u115f\ufe0f\U000e0101b", r"a\u2800\u115f\ufe0f\U000e0101b"),
+        ("ls\r\x1b[1Arm", r"ls\u000d\u001b[1Arm"),
+        ("ls" + " " * 500 + "; rm -r .", "ls[500 spaces]; rm -r ."),
+        ("ls" + "\n" * 500 + "rm -r .", "ls\n[499 empty lines]\nrm -r ."),
+        ("ls" + "\n   " * 500 + "\nrm -r .", "ls\n[500 empty lines]\nrm -r ."),
+        ("if a:\n\n    b  # é ß 漢 😀", "if a:\n\n    b  # é ß 漢 😀"),
+    ],
+)
+def test_a_call_cannot_hide_a_part_of_itself(text: str, shown: str) -> None:
+    assert approval_rows.format_question(text) == shown
 
 
 @pytest.mark.requirement("T7", "AT14")

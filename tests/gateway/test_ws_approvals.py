@@ -102,8 +102,11 @@ async def test_the_slash_command_decides_and_no_model_reads_it(tmp_path: Path) -
     payer = Payer()
     async with open_payer(tmp_path, payer) as gateway, gateway.client() as client:
         event = await ask(client)
-        error = await client.refused("chat.send", sessionKey="main", message="/approve", idempotencyKey="c0")
-        assert "/approve ID allow-once" in error["message"]
+        for incomplete in ("/approve", f"/approve {event['id']}"):
+            error = await client.refused(
+                "chat.send", sessionKey="main", message=incomplete, idempotencyKey="c0"
+            )
+            assert "/approve ID allow-once" in error["message"]
         said = await client.call(
             "chat.send", sessionKey="main", message=f"/approve {event['id']} deny", idempotencyKey="c1"
         )

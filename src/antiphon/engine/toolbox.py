@@ -51,7 +51,7 @@ class ApprovalQuestion(msgspec.Struct, frozen=True, kw_only=True):
     It is compared as a whole. It must not be a part, a prefix or a pattern of what is executed.
     """
     binding: str = ""
-    """Further facts that the decision is about, such as a directory. If they change, the decision is void."""
+    """Further facts that the decision is about, such as a directory. If they change, decision and grant are void."""
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from antiphon.operations.operations import Operations
 from antiphon.operations.types import IncomingMessage, MessageReceipt
 
 STOP_COMMANDS = frozenset({"/stop", "/abort", "stop", "abort"})
-_APPROVE_PATTERN = re.compile(r"/approve(?:\s+(\S+)\s+(\S+))?", re.IGNORECASE)
+_APPROVE_PATTERN = re.compile(r"/approve(?:\s+(\S+)\s+(\S+)|\s+\S+)?", re.IGNORECASE)
 _RESET_PATTERN = re.compile(r"/(new|reset)", re.IGNORECASE)
 
 
@@ -51,7 +51,7 @@ async def submit_or_run_command(
         approval_id, decision = match[1], match[2]
         if approval_id is None:
             raise InvalidInput(
-                "/approve names no call and no decision.",
+                "/approve needs a call and a decision.",
                 "Use: /approve ID allow-once, /approve ID allow-always or /approve ID deny.",
             )
         await operations.approvals.resolve(caller, approval_id, decision.lower(), caller_name)

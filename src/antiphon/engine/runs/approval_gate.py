@@ -32,8 +32,9 @@ async def open_approval(
     await lifecycle.commit_messages(
         tx, claim, [], now
     )  # fenced; and a run that waits for a person makes progress
+    binding = _compute_binding(question)
     while (row := await tx.one(SQL.by_call, call=call)) is None:
-        grant = await approval_rows.find_grant(tx, claim.agent_id, tool, question.grant)
+        grant = await approval_rows.find_grant(tx, claim.agent_id, tool, question.grant, binding)
         await tx.do(  # without effect if the random id is taken
             SQL.insert,
             id=approval_rows.new_approval_id(),
@@ -44,7 +45,7 @@ async def open_approval(
             agent_id=claim.agent_id,
             tool=tool,
             question=approval_rows.format_question(question.text),
-            binding=_compute_binding(question),
+            binding=binding,
             subject=question.grant,
             state="pending" if grant is None else "allowed",
             always=int(grant is not None),
@@ -64,7 +65,14 @@ async def begin_call(tx: Tx, claim: Claim, approval_id: str, now: int) -> bool:
 
 
 def _compute_binding(question: ApprovalQuestion) -> str:
-    return compute_digest(question.text, question.grant or "", question.binding)
+    return compute_digest(question.text if question.grant is None else question.grant, question.binding)
+
+
+def _is_same_question(row: Row, question: ApprovalQuestion) -> bool:
+    """Whether a decision was about what the call would do now."""
+    return row["binding"] == _compute_binding(question) and row["question"] == approval_rows.format_question(
+        question.text
+    )
 
 
 class ApprovalGate:
@@ -107,7 +115,7 @@ class ApprovalGate:
                 row = await self._wait_for_decision(claim, row)
         if row is None or row["state"] != "allowed":
             return _build_refusal(_explain_refusal(row, timeout_seconds))
-        if row["binding"] != _compute_binding(question):
+        if not _is_same_question(row, question):
             return _build_refusal(
                 "What this call would do has changed since a person allowed it, so it was not made. "
                 "Make the call again."

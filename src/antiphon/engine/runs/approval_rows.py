@@ -5,14 +5,15 @@
        └──────▶ expired   (no answer in time, or the run ended first)
 
 An approval is bound to one tool call, so neither a restart nor a second process asks again. A grant (`allow-always`)
-covers one whole call of one tool for one agent. `approval_gate` holds calls back; who may decide is checked in
-`operations`.
+covers one whole call of one tool for one agent, under the same facts. `approval_gate` holds calls back; who may decide
+is checked in `operations`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import secrets
 import unicodedata
 from typing import Literal, TypeAlias
@@ -31,7 +32,12 @@ ApprovalDecision: TypeAlias = Literal["allow-once", "allow-always", "deny"]
 MAX_GRANTS = 1000
 REREAD_SECONDS = 1.0  # of silence, after which the row is read again
 APPROVAL_ID_BYTES = 5
-_UNSEEN_CATEGORIES = frozenset({"Cc", "Cf", "Co", "Cs", "Zl", "Zp"})
+MAX_SPACES_SHOWN = 40
+_UNSEEN_CATEGORIES = frozenset({"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs"})
+_UNSEEN_LETTERS_AND_MARKS = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+_LONG_BLANKS = re.compile(rf" {{{MAX_SPACES_SHOWN + 1},}}|\n(?: *\n){{3,}}")
 
 
 def new_approval_id() -> str:
@@ -39,24 +45,42 @@ def new_approval_id() -> str:
 
 
 def format_question(text: str) -> str:
-    """Return a text of a model as it can be shown: characters that are invisible or control a terminal are escaped."""
-    return "".join(
-        character.encode("unicode_escape").decode()
-        if unicodedata.category(character) in _UNSEEN_CATEGORIES and character != "\n"
-        else character
-        for character in text
+    """Return a text of a model as it can be shown.
+
+    Characters that are invisible, look like a space or control a terminal are escaped. Long blank passages, which would
+    move the rest out of sight, are replaced by their length.
+    """
+    escaped = "".join(_escape(character) if _is_unseen(character) else character for character in text)
+    return _LONG_BLANKS.sub(_describe_blanks, escaped)
+
+
+def _is_unseen(character: str) -> bool:
+    if character in " \n":
+        return False
+    return unicodedata.category(character) in _UNSEEN_CATEGORIES or bool(
+        _UNSEEN_LETTERS_AND_MARKS.match(character)
     )
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _describe_blanks(blanks: re.Match[str]) -> str:
+    lines = blanks[0].count("\n")
+    return f"\n[{lines - 1} empty lines]\n" if lines else f"[{len(blanks[0])} spaces]"
 
 
 async def find_approval_of_call(tx: Tx, call: str) -> Row | None:
     return await tx.one(SQL.by_call, call=call)
 
 
-async def find_grant(tx: Tx, agent_id: str, tool: str, subject: str | None) -> Row | None:
+async def find_grant(tx: Tx, agent_id: str, tool: str, subject: str | None, binding: str) -> Row | None:
     """Return the grant that covers exactly this call of this agent, if a person has given one."""
     if subject is None:
         return None
-    row = await tx.one(SQL.find_grant, agent_id=agent_id, tool=tool, digest=compute_digest(subject))
+    row = await tx.one(SQL.find_grant, agent_id=agent_id, tool=tool, digest=binding)
     return row if row is not None and row["subject"] == subject else None
 
 
@@ -129,7 +153,7 @@ async def _record_grant(tx: Tx, row: Row, decided_by: str, now: int) -> None:
         id=new_approval_id(),
         agent_id=row["agent_id"],
         tool=row["tool"],
-        digest=compute_digest(row["subject"]),
+        digest=row["binding"],
         subject=row["subject"],
         decided_by=decided_by,
         now=now,

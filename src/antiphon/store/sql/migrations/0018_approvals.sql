@@ -10,7 +10,7 @@ CREATE TABLE approvals (
   agent_id    TEXT    NOT NULL,
   tool        TEXT    NOT NULL,
   question    TEXT    NOT NULL,           -- what people are shown
-  binding     TEXT    NOT NULL,           -- SHA-256 of everything the decision is about
+  binding     TEXT    NOT NULL,           -- SHA-256 of the call and the facts that the decision is about
   subject     TEXT,                       -- the whole call that `allow-always` would cover; NULL: it can be allowed once
   state       TEXT    NOT NULL,           -- pending, allowed, denied, expired
   always      INTEGER NOT NULL DEFAULT 0, -- allowed for good, now or by an earlier grant
@@ -24,12 +24,12 @@ CREATE INDEX approvals_pending ON approvals (created_at) WHERE state = 'pending'
 CREATE INDEX approvals_of_session ON approvals (session, created_at);
 CREATE INDEX approvals_of_run ON approvals (run_id) WHERE state = 'pending';
 
--- Calls that people allowed for good: one agent, one tool, one whole call.
+-- Calls that people allowed for good: one agent, one tool, one whole call under the same facts.
 CREATE TABLE approval_grants (
   id         TEXT   PRIMARY KEY,
   agent_id   TEXT   NOT NULL,
   tool       TEXT   NOT NULL,
-  digest     TEXT   NOT NULL,             -- SHA-256 of the subject
+  digest     TEXT   NOT NULL,             -- SHA-256 of the subject and the facts
   subject    TEXT   NOT NULL,
   decided_by TEXT,
   created_at BIGINT NOT NULL,
