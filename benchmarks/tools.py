@@ -66,7 +66,7 @@ async def hosted(folder: Path, agent: Callable[[Prompt], Awaitable[str]] = insta
 async def call(opened: App, tool: str, **arguments: Any) -> ToolOutput:
     """As a run's step would, without the run."""
     made = ToolRequest(caller=MAIN, run_id="benchmark", call_id=uuid.uuid4().hex, arguments=arguments)
-    result = await opened.toolbox.select_allowed((), ())[tool].invoke(made)
+    result = await opened.toolbox.tools[tool].invoke(made)
     assert not result.is_error, result.text
     return result
 

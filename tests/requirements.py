@@ -108,7 +108,7 @@ CONTRACT: dict[str, tuple[Part, str]] = {
     ),
     "T2": (
         "tools",
-        "Profile, allow, alsoAllow and deny select the tools, for all agents and for each; a list fails closed.",
+        "Profiles and lists select tools by agent, provider, sandbox and sub-agent; they fail closed and name the key.",
     ),
     "T3": (
         "tools",

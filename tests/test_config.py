@@ -35,10 +35,11 @@ from antiphon.config import (
     secrets,
 )
 from antiphon.config.base import Section
-from antiphon.config.compat import FOREIGN_KEYS, SESSION_TOOL_NAMES, TOOL_GROUPS, UNUSED_KEYS
+from antiphon.config.compat import FOREIGN_KEYS, UNUSED_KEYS
 from antiphon.config_file import find_duplicate_keys
 from antiphon.errors import ConfigError, NotFound, UnknownModel
 from antiphon.runtimes.registry import RuntimeRegistry
+from antiphon.tool_selection import SESSION_TOOL_NAMES, TOOL_GROUPS
 from antiphon.tools import create_file_tools, create_session_tools, create_web_tools
 from support.privileges import drop_privileges
 
@@ -761,11 +762,12 @@ def test_a_group_stands_for_its_tools_and_one_that_has_none_is_told() -> None:
     assert config.gateway.tools.deny == ("cron", *TOOL_GROUPS["group:sessions"])
     assert warnings == ()
     told = {
-        name: parse({"tools": {"deny": [name]}})[1] for name in ("group:memory", "Group:Session", "group:*")
+        name: parse({"tools": {"deny": [name]}})[1] for name in ("group:nodes", "Group:Session", "group:*")
     }
     has_none = "a group without tools here."
-    assert told["group:memory"] == (
-        f"'tools.deny' names 'group:memory', {has_none} List the tools by name, or remove it.",
+    assert told["group:nodes"] == ()
+    assert parse({"tools": {"alsoAllow": ["group:nodes"]}})[1] == (
+        f"'tools.alsoAllow' names 'group:nodes', {has_none} List the tools by name, or remove it.",
     )
     assert told["Group:Session"] == (
         f"'tools.deny' names 'Group:Session', {has_none} Did you mean 'group:sessions'?",
@@ -779,7 +781,7 @@ def test_the_session_tools_are_those_there_are() -> None:
 
 def test_the_tools_for_work_are_those_there_are() -> None:
     assert {tool.spec.name for tool in create_file_tools(Mock())} == set(TOOL_GROUPS["group:fs"])
-    assert {tool.spec.name for tool in create_web_tools(WebFetchConfig())} == set(TOOL_GROUPS["group:web"])
+    assert {tool.spec.name for tool in create_web_tools(WebFetchConfig())} <= set(TOOL_GROUPS["group:web"])
     assert create_web_tools(WebFetchConfig(enabled=False)) == []
     [warning] = parse({"tools": {"fs": {"workspaceOnly": False}}})[1]
     assert "'tools.fs.workspaceOnly' is false, but file tools stay inside" in warning
@@ -1171,7 +1173,14 @@ def test_agent_is_merged_with_the_defaults() -> None:
         "all",
         "non-main",
     )
-    assert (ann.tools.allow, ann.tools.deny) == ((TOOL_GROUPS["group:sessions"], ("x",)), ("z", "y"))
+    selection = ann.tools.selection
+    lists = [
+        (level.path, level.allow, level.deny) for level in (selection.general.level, selection.own.level)
+    ]
+    assert lists == [
+        ("tools", TOOL_GROUPS["group:sessions"], ("z",)),
+        ("agents.list[0].tools", ("x",), ("y",)),
+    ]
     assert (b.runtime.type, b.runtime.target, config.get_agent("c").runtime.type) == (
         "function",
         "pkg.mod:answer",

@@ -285,7 +285,11 @@ class _RunSetupLoader:
                 runtime, self._get_subagent_slots(spec.provider if spec else None)
             )
         identity = self._identities.resolve(
-            agent.id, claim.session_key, sandboxed=claim.sandboxed, envelope=claim.envelope
+            agent.id,
+            claim.session_key,
+            sandboxed=claim.sandboxed,
+            envelope=claim.envelope,
+            model=claim.model,
         )
         nonce = framing.derive_nonce(self._secret, claim.session_key, claim.session_id)
         return RunSetup(

@@ -21,6 +21,7 @@ from support.gateway_http import HttpGatewayFixture, open_http_gateway
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
 
+IN_SANDBOXES = {"sandbox": {"tools": {"alsoAllow": ["look", "other"]}}}
 AGENTS = {"list": [{"id": "main"}, {"id": "work", "tools": {"deny": ["look"]}, "sandbox": {"mode": "all"}}]}
 
 
@@ -63,7 +64,8 @@ class Box:
 
 
 def opened(path: Path, box: Box, **gateway: Any) -> AbstractAsyncContextManager[HttpGatewayFixture]:
-    return open_http_gateway(path, settings={"agents": AGENTS, "gateway": gateway}, tools=box.tools)
+    settings = {"agents": AGENTS, "gateway": gateway, "tools": IN_SANDBOXES}
+    return open_http_gateway(path, settings=settings, tools=box.tools)
 
 
 async def invoke(
@@ -203,7 +205,7 @@ async def test_a_session_that_was_put_into_a_sandbox_stays_there(tmp_path: Path)
     box, group = Box(), "agent:work:telegram:group:7"
     async with opened(tmp_path, box) as http_gateway:
         await http_gateway.app.operations.sessions.open(OPERATOR, group)
-    free = {"agents": {"list": [{"id": "main"}, {"id": "work"}]}}
+    free = {"agents": {"list": [{"id": "main"}, {"id": "work"}]}, "tools": IN_SANDBOXES}
     async with open_http_gateway(tmp_path, settings=free, tools=box.tools) as http_gateway:
         await invoke(http_gateway, {"tool": "other", "sessionKey": group})
         await invoke(http_gateway, {"tool": "other", "agentId": "work"})

@@ -186,7 +186,7 @@ class AgentsFixture:
         """Call a tool as the agent of the session, outside any run."""
         caller = Caller.agent(keys.parse(session).agent_id, session)
         call = ToolRequest(caller=caller, run_id="no run", call_id=f"{next(_numbers)}", arguments=arguments)
-        return await self.app.toolbox.select_allowed((), ())[tool].invoke(call)
+        return await self.app.toolbox.tools[tool].invoke(call)
 
     async def use(self, tool: str, session: str = MAIN, /, **arguments: Any) -> dict[str, Any]:
         return (await self.invoke_tool(tool, session, **arguments)).details

@@ -236,7 +236,7 @@ async def test_global_and_unknown_are_in_no_list_and_cannot_be_named(tmp_path: P
 
 
 async def ask_operator(agents: AgentsFixture, name: str, **arguments: Any) -> dict[str, Any]:
-    tool = agents.app.toolbox.select_allowed((), ())[name]
+    tool = agents.app.toolbox.tools[name]
     return (
         await tool.invoke(ToolRequest(caller=OPERATOR, run_id="r", call_id="c", arguments=arguments))
     ).details

@@ -551,7 +551,7 @@ async def test_a_run_that_was_stopped_spawns_nothing_more(tmp_path: Path) -> Non
         run_id = (await agents.ask("say hello")).run_id
         caller = Caller.agent("main", MAIN)
         call = ToolRequest(caller=caller, run_id=run_id, call_id="late", arguments={"task": "work"})
-        result = await agents.app.toolbox.select_allowed((), ())["sessions_spawn"].invoke(call)
+        result = await agents.app.toolbox.tools["sessions_spawn"].invoke(call)
         assert "has ended or was stopped" in result.text
         assert agents.rows("SELECT 1 FROM tasks") == []
 
@@ -635,7 +635,7 @@ async def repeatable(
     """A call that is made again after a crash: the same one, whatever has changed since."""
     caller = Caller.agent("main", MAIN)
     call = ToolRequest(caller=caller, run_id=run_id, call_id=call_id, arguments=arguments)
-    return (await agents.app.toolbox.select_allowed((), ())["subagents"].invoke(call)).details
+    return (await agents.app.toolbox.tools["subagents"].invoke(call)).details
 
 
 async def spawned(agents: AgentsFixture, nursery: Nursery, *jobs: str) -> None:

@@ -3,7 +3,6 @@
 `AgentDefaults` and `AgentEntry` mirror the file; `AgentConfig` is the result of merging both.
 """
 
-from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
@@ -22,14 +21,15 @@ from antiphon.config.base import (
     Text,
     build_expected_error,
 )
-from antiphon.config.compat import (
-    BUILTIN_TOOL_NAMES,
-    DEFAULT_TOOL_PROFILE,
-    PROFILE_TOOL_NAMES,
-    ToolNames,
-    ToolProfile,
+from antiphon.config.compat import ToolNames
+from antiphon.config.sections import (
+    ProviderToolLists,
+    SandboxToolLists,
+    ToolLists,
+    ToolsByProvider,
+    ToolsConfig,
 )
-from antiphon.config.sections import ToolsConfig
+from antiphon.tool_selection import ToolLevel, ToolProfile, ToolScope, ToolSelection
 
 IMPLICIT_AGENT_ID = "main"
 """The agent that exists when the config lists none."""
@@ -126,6 +126,8 @@ class EntryTools(Section):
     allow: ToolNames | None = None
     also_allow: ToolNames = Field(default=(), description="Added to the profile and to the agent's `allow`.")
     deny: ToolNames = ()
+    by_provider: ToolsByProvider = Field(default_factory=dict[str, ProviderToolLists])
+    sandbox: SandboxToolLists = Field(default_factory=SandboxToolLists.model_construct)
 
 
 class IdentityConfig(Section):
@@ -217,11 +219,7 @@ class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
     """Visibility in a sandbox with `sessionToolsVisibility: "all"`: everything, unless `visibility` is set."""
     lifted_send: Visibility
     control: Control
-    profile: ToolProfile
-    allow: tuple[tuple[str, ...], ...]
-    """A tool must match every list; without lists, all tools are allowed. Patterns cannot be intersected."""
-    deny: tuple[str, ...]
-    """Includes the built-in tools that are not in the profile."""
+    selection: ToolSelection
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,8 +244,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_total_max_chars: int
 
 
-def merge_agent(entry: AgentEntry, defaults: AgentDefaults, tools: ToolsConfig) -> AgentConfig:
-    """The agent with the defaults filled in, ready to run."""
+def merge_agent(entry: AgentEntry, path: str, defaults: AgentDefaults, tools: ToolsConfig) -> AgentConfig:
+    """The agent with the defaults filled in, ready to run. `path` is where its entry is in the file."""
     return AgentConfig(
         id=entry.id,
         name=entry.name or (entry.identity and entry.identity.name),
@@ -263,7 +261,7 @@ def merge_agent(entry: AgentEntry, defaults: AgentDefaults, tools: ToolsConfig) 
         compaction=defaults.compaction,
         subagents=_apply_overrides(defaults.subagents, entry.subagents),
         sandbox=_apply_overrides(defaults.sandbox, entry.sandbox),
-        tools=_merge_tool_rules(entry.tools, tools),
+        tools=_merge_tool_rules(entry.tools, f"{path}.tools", tools),
         bootstrap_max_chars=entry.bootstrap_max_chars or defaults.bootstrap_max_chars,
         bootstrap_total_max_chars=entry.bootstrap_total_max_chars or defaults.bootstrap_total_max_chars,
     )
@@ -277,18 +275,11 @@ def _apply_overrides(base: _S, override: Section) -> _S:
     return base.model_copy(update=overrides)
 
 
-def _merge_tool_rules(own: EntryTools, general: ToolsConfig) -> ToolRules:
+def _merge_tool_rules(own: EntryTools, path: str, general: ToolsConfig) -> ToolRules:
     # The most specific level that is set decides, so that an agent that narrows its visibility also narrows its
     # sends, even if the general section grants more.
     near, far = own.sessions, general.sessions
     stated = near.visibility or (far.visibility if "visibility" in far.model_fields_set else None)
-    profile = own.profile or general.profile or DEFAULT_TOOL_PROFILE
-    added = (*general.also_allow, *own.also_allow)
-    outside = [
-        name
-        for name in BUILTIN_TOOL_NAMES
-        if name not in PROFILE_TOOL_NAMES[profile] and not any(fnmatchcase(name, also) for also in added)
-    ]
     return ToolRules(
         lifted_visibility=stated or "all",
         lifted_send=near.send or near.visibility or far.send or stated or "all",
@@ -299,9 +290,31 @@ def _merge_tool_rules(own: EntryTools, general: ToolsConfig) -> ToolRules:
         or far.control
         or _derive_control(far.visibility)
         or "tree",
-        profile=profile,
-        allow=tuple((*level.allow, *level.also_allow) for level in (general, own) if level.allow is not None),
-        deny=(*general.deny, *own.deny, *outside),
+        selection=ToolSelection(
+            general=_build_tool_scope("tools", general), own=_build_tool_scope(path, own)
+        ),
+    )
+
+
+def _build_tool_scope(path: str, tools: ToolsConfig | EntryTools) -> ToolScope:
+    by_provider = {
+        name: _build_tool_level(f'{path}.byProvider["{name}"]', lists, lists.profile)
+        for name, lists in tools.by_provider.items()
+    }
+    below = tools.subagents.tools if isinstance(tools, ToolsConfig) else None
+    return ToolScope(
+        level=_build_tool_level(path, tools, tools.profile),
+        by_provider=by_provider,
+        sandbox=_build_tool_level(f"{path}.sandbox.tools", tools.sandbox.tools),
+        subagents=None if below is None else _build_tool_level(f"{path}.subagents.tools", below),
+    )
+
+
+def _build_tool_level(
+    path: str, lists: ToolLists | ToolsConfig | EntryTools, profile: ToolProfile | None = None
+) -> ToolLevel:
+    return ToolLevel(
+        path=path, profile=profile, allow=lists.allow, also_allow=lists.also_allow, deny=lists.deny
     )
 
 

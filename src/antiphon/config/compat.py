@@ -1,4 +1,4 @@
-"""Compatibility with configs of related gateways: foreign keys, keys without effect, and tool groups.
+"""Compatibility with configs of related gateways: foreign keys and keys without effect.
 
 A config written for one of those gateways loads here with a warning per key that does nothing. The tables list only
 keys that exist there or in the schema, so a misspelt key is still an error.
@@ -7,77 +7,22 @@ keys that exist there or in the schema, so a misspelt key is still an error.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from pydantic import AfterValidator, Strict
 
 from antiphon.config.base import format_path
+from antiphon.tool_selection import expand_tool_names
 
 if TYPE_CHECKING:
     from antiphon.config.schema import Config
 
-SESSION_TOOL_NAMES = (
-    "sessions_list",
-    "sessions_history",
-    "sessions_search",
-    "session_status",
-    "agents_list",
-    "sessions_send",
-    "sessions_spawn",
-    "sessions_yield",
-    "subagents",
-)
-"""Tools that always exist. Others may be added elsewhere, so a name unlike any of these gets no warning."""
-
-FILE_TOOL_NAMES = ("read", "write", "edit", "apply_patch")
-RUNTIME_TOOL_NAMES = ("exec", "process")
-WEB_TOOL_NAMES = ("web_fetch",)
-BUILTIN_TOOL_NAMES = (*FILE_TOOL_NAMES, *RUNTIME_TOOL_NAMES, *WEB_TOOL_NAMES, *SESSION_TOOL_NAMES)
-"""Antiphon's own tools, which profiles select from."""
-
-GROUP_PREFIX = "group:"
-_AGENT_TOOL_NAMES = ("agents_list",)
-TOOL_GROUPS = {
-    "group:fs": FILE_TOOL_NAMES,
-    "group:runtime": RUNTIME_TOOL_NAMES,
-    "group:web": WEB_TOOL_NAMES,
-    "group:sessions": tuple(name for name in SESSION_TOOL_NAMES if name not in _AGENT_TOOL_NAMES),
-    "group:agents": _AGENT_TOOL_NAMES,
-    "group:openclaw": (*WEB_TOOL_NAMES, *SESSION_TOOL_NAMES),
-}
-"""Tool groups of related gateways, reduced to the tools that exist here. `group:openclaw` has no files and commands."""
-
-TOOL_ALIASES = {"bash": "exec", "apply-patch": "apply_patch"}
-"""Other names of tools in lists."""
-
-ToolProfile = Literal["minimal", "coding", "messaging", "full"]
-DEFAULT_TOOL_PROFILE: ToolProfile = "coding"
-PROFILE_TOOL_NAMES: dict[ToolProfile, tuple[str, ...]] = {
-    "minimal": ("session_status",),
-    "coding": BUILTIN_TOOL_NAMES,
-    "messaging": ("sessions_list", "sessions_history", "sessions_send", "session_status"),
-    "full": BUILTIN_TOOL_NAMES,
-}
-"""The built-in tools of each profile. Tools that a program adds belong to every profile."""
-
-
-def _expand_tool_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(tool for name in names for tool in _expand_tool_name(name))
-
-
-def _expand_tool_name(name: str) -> tuple[str, ...]:
-    lowered = name.strip().lower()
-    if lowered.startswith(GROUP_PREFIX):
-        return TOOL_GROUPS.get(lowered, (name,))
-    return (TOOL_ALIASES.get(lowered, lowered),)
-
-
-ToolNames = Annotated[tuple[str, ...], Strict(False), AfterValidator(_expand_tool_names)]
+ToolNames = Annotated[tuple[str, ...], Strict(False), AfterValidator(expand_tool_names)]
 """A list of tool names in lower case, with aliases replaced and groups expanded."""
 
 
 _SANDBOX_KEYS = "backend browser docker perSession prune scope ssh workspaceAccess workspaceRoot"
-_TOOL_KEYS = "byProvider codeMode elevated exec loopDetection message sandbox swarm toolsBySender"
+_TOOL_KEYS = "codeMode elevated exec loopDetection message swarm toolsBySender"
 _ENDPOINT_KEYS = "files images maxBodyBytes maxImageParts maxTotalImageBytes maxUrlParts"
 _AGENT_KEYS = (
     "contextInjection contextLimits contextTokens"

@@ -122,7 +122,8 @@ class Config(Section):
                 hint,
                 agent_id=agent_id[:MAX_SHOWN_NAME_CHARACTERS],
             )
-        self._merged[agent_id] = merge_agent(entry, self.agents.defaults, self.tools)
+        path = f"agents.list[{self.agent_ids.index(agent_id)}]"
+        self._merged[agent_id] = merge_agent(entry, path, self.agents.defaults, self.tools)
         return self._merged[agent_id]
 
     def uses_function(self, agent_id: str) -> bool:

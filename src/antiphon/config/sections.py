@@ -24,11 +24,12 @@ from antiphon.config.base import (
     Strings,
     Text,
 )
-from antiphon.config.compat import DEFAULT_TOOL_PROFILE, ToolNames, ToolProfile
+from antiphon.config.compat import ToolNames
 from antiphon.config.secrets import SECRET_MASK, Secret
 from antiphon.messages import Locale
 from antiphon.paths import expand_home
 from antiphon.send_policy import SendDecision
+from antiphon.tool_selection import DEFAULT_TOOL_PROFILE, ToolProfile
 
 MIB = 1024 * 1024
 
@@ -208,6 +209,28 @@ class ToolLists(Section):
     deny: ToolNames = ()
 
 
+class ProviderToolLists(ToolLists):
+    """Tools of an agent while the models of one provider, or one model, answer for it."""
+
+    profile: ToolProfile | None = Field(
+        default=None, description="A further profile; `alsoAllow` adds to this one and to `allow`."
+    )
+
+
+ProviderName = Annotated[str, AfterValidator(lambda name: name.strip().lower())]
+ToolsByProvider = dict[ProviderName, ProviderToolLists]
+"""By `provider` or `provider/model`. The more specific `profile` and `allow` count; both `deny` lists do."""
+
+
+class SandboxToolLists(Section):
+    """Tools of sandboxed sessions."""
+
+    tools: ToolLists = Field(
+        default_factory=ToolLists.model_construct,
+        description="`allow` replaces the default list; a Python tool must be named in full.",
+    )
+
+
 class SubagentTools(Section):
     """Tools of sub-agents."""
 
@@ -284,6 +307,8 @@ class ToolsConfig(Section):
     sessions_spawn: SessionsSpawn = Field(
         default_factory=SessionsSpawn.model_construct, alias="sessions_spawn"
     )
+    by_provider: ToolsByProvider = Field(default_factory=dict[str, ProviderToolLists])
+    sandbox: SandboxToolLists = Field(default_factory=SandboxToolLists.model_construct)
     fs: FileTools = Field(default_factory=FileTools.model_construct)
     web: WebTools = Field(default_factory=WebTools.model_construct)
     approvals: ApprovalsConfig = Field(default_factory=ApprovalsConfig.model_construct)

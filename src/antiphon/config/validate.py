@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any, cast
 
 from antiphon.config.addresses import check_store_url, is_ip, is_loopback, parse_bus_addresses
-from antiphon.config.compat import (
-    BUILTIN_TOOL_NAMES,
-    GROUP_PREFIX,
-    SESSION_TOOL_NAMES,
-    TOOL_GROUPS,
-    find_unused_keys,
-)
+from antiphon.config.compat import find_unused_keys
 from antiphon.config.errors import Problem
 from antiphon.config.schema import Config
 from antiphon.config.sections import NATIVE_PROVIDER_APIS, PUBLIC_PROVIDER_KEY_VARIABLES
+from antiphon.config.tool_lists import find_tool_list_warnings
 from antiphon.errors import ConfigError, UnknownModel, format_install_hint
 from antiphon.keys import REHEARSAL_PROVIDER
-from antiphon.validation_errors import find_nearest, suggest_options
+from antiphon.validation_errors import suggest_options
 
 UNSUPPORTED_SECTIONS = ("channels",)
 """Sections that are read and checked although this release does not implement them."""
@@ -32,7 +27,6 @@ TAILNET_ERROR = (
 )
 MIN_SECRET_CHARACTERS = 16  # minimum length of a secret that remote callers could guess
 LOCALHOST = "localhost"
-MIN_NAME_SIMILARITY = 0.8  # of 1; `memory_search` must not pass for a misspelt `sessions_search`
 
 
 def find_contradictions(config: Config) -> list[Problem]:
@@ -57,8 +51,7 @@ def find_warnings(config: Config) -> Iterator[str]:
     yield from _warn_missing_packages(config)
     yield from _warn_weak_secrets(config)
     yield from _warn_unknown_agents(config)
-    yield from _warn_unknown_tools(config)
-    yield from _warn_no_tool_left(config)
+    yield from find_tool_list_warnings(config)
     if not config.tools.fs.workspace_only:
         yield (
             "'tools.fs.workspaceOnly' is false, but file tools stay inside the workspace. Set 'workspace' of the agent"
@@ -148,33 +141,6 @@ def _warn_unknown_agents(config: Config) -> Iterator[str]:
                 )
 
 
-def _warn_unknown_tools(config: Config) -> Iterator[str]:
-    """Warnings for near misses of session tool names, and for groups without tools."""
-    for path, names in _iterate_tool_lists(config):
-        wildcards = not path.startswith("gateway.")  # the gateway's lists take plain names only
-        for name in names or ():
-            if name.lower().startswith(GROUP_PREFIX):
-                yield f"{path!r} names {name!r}, a group without tools here. {_suggest_group(name)}"
-            elif (
-                name not in BUILTIN_TOOL_NAMES
-                and not (wildcards and "*" in name)
-                and _is_like_session_tool(name)
-            ):
-                yield f"{path!r} names {name!r}, but there is no such tool. {_suggest_tool(name)}"
-
-
-def _warn_no_tool_left(config: Config) -> Iterator[str]:
-    """Warnings for lists of allowed tools that match no existing tool."""
-    for path, names in _iterate_tool_lists(config):
-        if not path.endswith("tools.allow") or path.startswith("gateway.") or not names:
-            continue
-        if not any(fnmatchcase(tool, name) for tool in BUILTIN_TOOL_NAMES for name in names):
-            yield (
-                f"{path!r} matches no existing tool ({', '.join(map(repr, names))}), so no tool is allowed."
-                f" Use some of: {', '.join(BUILTIN_TOOL_NAMES)}."
-            )
-
-
 def _warn_reach_without_effect(config: Config) -> Iterator[str]:
     """A warning if `agentToAgent` is enabled but no agent's tools can see other agents' sessions."""
     if len(config.agent_ids) < 2 or not config.tools.agent_to_agent.enabled:
@@ -188,42 +154,6 @@ def _warn_reach_without_effect(config: Config) -> Iterator[str]:
             "'tools.agentToAgent.enabled' is true, but agents still reach only their own sessions, because"
             f" 'tools.sessions.visibility' is {config.tools.sessions.visibility!r}. Set it to 'all'."
         )
-
-
-def _iterate_tool_lists(config: Config) -> Iterator[tuple[str, Sequence[str] | None]]:
-    yield "gateway.tools.allow", config.gateway.tools.allow
-    yield "gateway.tools.deny", config.gateway.tools.deny
-    yield "tools.allow", config.tools.allow
-    yield "tools.alsoAllow", config.tools.also_allow
-    yield "tools.deny", config.tools.deny
-    below = config.tools.subagents.tools
-    yield "tools.subagents.tools.allow", below.allow
-    yield "tools.subagents.tools.alsoAllow", below.also_allow
-    yield "tools.subagents.tools.deny", below.deny
-    for index, agent in enumerate(config.agents.list):
-        yield f"agents.list[{index}].tools.allow", agent.tools.allow
-        yield f"agents.list[{index}].tools.alsoAllow", agent.tools.also_allow
-        yield f"agents.list[{index}].tools.deny", agent.tools.deny
-
-
-def _is_like_session_tool(name: str) -> bool:
-    lowered = name.lower()
-    return (
-        lowered.startswith(("session", "subagent"))
-        or find_nearest(lowered, SESSION_TOOL_NAMES, alike=MIN_NAME_SIMILARITY) is not None
-    )
-
-
-def _suggest_tool(name: str) -> str:
-    near = find_nearest(name, SESSION_TOOL_NAMES)
-    if "*" in name:
-        return "Write out the name of each tool."
-    return f"Did you mean {near!r}?" if near else f"Valid tools: {', '.join(SESSION_TOOL_NAMES)}."
-
-
-def _suggest_group(name: str) -> str:
-    near = find_nearest(name, TOOL_GROUPS, alike=MIN_NAME_SIMILARITY)
-    return f"Did you mean {near!r}?" if near else "List the tools by name, or remove it."
 
 
 def _warn_agents_out_of_sight(config: Config) -> Iterator[str]:

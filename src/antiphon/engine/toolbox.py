@@ -7,8 +7,7 @@ is reported to the model as interrupted and never repeated.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
-from fnmatch import fnmatchcase
+from collections.abc import Awaitable, Callable, Mapping, Set
 from typing import Any, Literal
 
 import msgspec
@@ -16,6 +15,9 @@ import msgspec
 from antiphon.access import Caller
 from antiphon.messages import ImageBlock
 from antiphon.runtimes import ToolSpec
+from antiphon.tool_selection import ToolAudience, ToolFacts, ToolSelection, decide_tool
+
+MAX_CACHED_SELECTIONS = 1024
 
 
 class ToolRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +64,8 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """Whether calling it changes anything; read-only tools may be offered more freely."""
     reaches_sessions: bool = False
     """Whether it accesses other sessions; sub-agents get such tools only if configured."""
+    runs_in_gateway: bool = True
+    """Whether it executes code of users in the gateway's own process, so that no sandbox confines it."""
     ends_turn: bool = False
     """Whether a successful call ends the run."""
     ask: bool = False
@@ -87,6 +91,11 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
             return await self.needs_approval(request)
         return ask_about_arguments(request) if self.ask else None
 
+    @property
+    def facts(self) -> ToolFacts:
+        """What the selection of tools needs to know about it."""
+        return ToolFacts(self.spec.name, self.reaches_sessions, self.runs_in_gateway)
+
     def explain_absence(self, agent_id: str) -> str | None:
         """Return why an agent cannot be offered this tool now, or None if it can."""
         return None if self.unavailable is None else self.unavailable(agent_id)
@@ -102,53 +111,43 @@ def ask_about_arguments(request: ToolRequest) -> ApprovalQuestion:
 
 
 class Toolbox:
-    """All registered tools, and the selection that an agent may use."""
+    """All registered tools, and the selection that a session may use."""
 
     def __init__(self) -> None:
         self._tools: dict[str, Tool] = {}
-        self._allowed_by_rules: dict[tuple[object, ...], dict[str, Tool]] = {}
-        self._adapted_by_rules: dict[tuple[object, ...], dict[str, Tool]] = {}
+        self._permitted: dict[tuple[object, ...], dict[str, Tool]] = {}
 
     def add(self, tool: Tool) -> None:
         self._tools[tool.spec.name] = tool
-        self._allowed_by_rules.clear()
-        self._adapted_by_rules.clear()
+        self._permitted.clear()
+
+    @property
+    def tools(self) -> Mapping[str, Tool]:
+        return self._tools
 
     @property
     def names(self) -> Set[str]:
         return self._tools.keys()
 
-    def select_allowed(self, allow: tuple[tuple[str, ...], ...], deny: tuple[str, ...]) -> Mapping[str, Tool]:
-        """Return the tools that match every list in `allow` and not `deny`; `*` in a pattern matches any text."""
-        rules = (allow, deny)
-        if rules not in self._allowed_by_rules:  # at most one entry per agent
-            self._allowed_by_rules[rules] = {
-                name: tool
-                for name, tool in self._tools.items()
-                if all(matches_any_pattern(name, patterns) for patterns in allow)
-                and not matches_any_pattern(name, deny)
-            }
-        return self._allowed_by_rules[rules]
-
-    def select_for_agent(
-        self, agent_id: str, allow: tuple[tuple[str, ...], ...], deny: tuple[str, ...]
+    def select_permitted(
+        self, agent_id: str, selection: ToolSelection, audience: ToolAudience
     ) -> Mapping[str, Tool]:
-        """Return the allowed tools (`select_allowed`), each adapted to the agent."""
-        rules = (agent_id, allow, deny)
-        if rules not in self._adapted_by_rules:
-            found = self.select_allowed(allow, deny)
-            self._adapted_by_rules[rules] = {
-                name: tool.adapt_to_agent(agent_id) for name, tool in found.items()
+        """Return the tools that the agent's lists leave to a session, each adapted to the agent.
+
+        They include tools that cannot be used now (`drop_unavailable_tools`).
+        """
+        known = (agent_id, audience)
+        if known not in self._permitted:
+            if len(self._permitted) >= MAX_CACHED_SELECTIONS:
+                self._permitted.clear()
+            self._permitted[known] = {
+                name: tool.adapt_to_agent(agent_id)
+                for name, tool in self._tools.items()
+                if decide_tool(tool.facts, selection, audience).is_offered
             }
-        return self._adapted_by_rules[rules]
+        return self._permitted[known]
 
 
 def drop_unavailable_tools(agent_id: str, tools: Mapping[str, Tool]) -> Mapping[str, Tool]:
     """Return the tools that can be used now."""
     return {name: tool for name, tool in tools.items() if tool.explain_absence(agent_id) is None}
-
-
-def matches_any_pattern(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a tool name matches any of the patterns, which are in lower case."""
-    lowered = name.lower()
-    return any(fnmatchcase(lowered, pattern) for pattern in patterns)

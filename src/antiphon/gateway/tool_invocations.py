@@ -62,9 +62,7 @@ async def invoke_tool(
     name = invocation.tool or invocation.name or ""
     if not name:
         raise InvalidInput("'tool' is missing.", "Set it to the name of a tool.", field="tool")
-    _find_offered_tool(
-        gateway, name, gateway.app.toolbox.select_allowed((), ())
-    )  # before a session is created
+    _find_offered_tool(gateway, name, gateway.app.toolbox.tools)  # before a session is created
     validation.validate_idempotency_key(key)
     acting = await gateway.app.operations.sessions.act_as(
         caller, _choose_session(gateway.app.config, invocation)

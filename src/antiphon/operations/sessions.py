@@ -316,7 +316,11 @@ class SessionOperations:
         row = found.full_row
         agent_id = self._context.session_resolver.find_addressed_agent(caller, session) or row["agent_id"]
         actor = self._identities.resolve(
-            agent_id, row["key"], sandboxed=bool(row["sandboxed"]), envelope=row["envelope"]
+            agent_id,
+            row["key"],
+            sandboxed=bool(row["sandboxed"]),
+            envelope=row["envelope"],
+            model=row["model"],
         )
         return ActingSession(self._context.build_session_view(caller, found.list_row), actor)
 

@@ -19,13 +19,13 @@ from antiphon.engine.collaboration import attachments, prompts, task_rows
 from antiphon.engine.collaboration.attachments import AttachmentLimits
 from antiphon.engine.collaboration.chains import ChainLink
 from antiphon.engine.collaboration.permissions import (
-    SPAWN_TOOL_NAME,
     SubagentPermissionResolver,
     SubagentPermissions,
 )
 from antiphon.engine.collaboration.subagents import ValidatedSpawn
 from antiphon.engine.collaboration.task_rows import TaskOptions
 from antiphon.engine.outbox import delivery_rows
+from antiphon.engine.sessions.identity import get_answering_model
 from antiphon.engine.validation import MAX_LABEL_CHARACTERS, validate_choice, validate_printable_name
 from antiphon.errors import Forbidden, InvalidInput, NotFound, SpawnRefused
 from antiphon.keys import SessionKey
@@ -33,6 +33,7 @@ from antiphon.messages import THINKING_LEVELS
 from antiphon.operations.context import OperationContext
 from antiphon.operations.types import SpawnRequest
 from antiphon.store import Row, Tx
+from antiphon.tool_selection import SPAWN_TOOL_NAME, ToolAudience
 from antiphon.workspace.locations import locate_agent_workspace, locate_subagent_directory
 
 if TYPE_CHECKING:
@@ -203,7 +204,15 @@ class SpawnRules:
         left = agent.subagents.max_spawn_depth - requester.session["depth"]
         return SubagentPermissions(
             tools=_intersect_names(
-                self._toolbox.select_allowed(agent.tools.allow, agent.tools.deny), stored and stored.tools
+                self._toolbox.select_permitted(
+                    agent.id,
+                    agent.tools.selection,
+                    ToolAudience(
+                        model=get_answering_model(self._config, agent.id, requester.session["model"]),
+                        is_sandboxed=actor.sandboxed,
+                    ),
+                ),
+                stored and stored.tools,
             ),
             agents=_intersect_names(
                 self._list_spawnable(agent.id, grants.spawn_agents), stored and stored.agents

@@ -53,6 +53,7 @@ def build_tool(
     reaches_sessions: bool = True,
     ends_turn: bool = False,
     agents: Callable[[str], Sequence[str]] | None = None,
+    unavailable: Callable[[str], str | None] | None = None,
 ) -> Tool:
     """Build one of our own tools. Calls may be repeated after a crash: reads are harmless, actions are idempotent.
 
@@ -65,8 +66,10 @@ def build_tool(
         after_crash="settle",
         has_side_effects=has_side_effects,
         reaches_sessions=reaches_sessions,
+        runs_in_gateway=False,
         ends_turn=ends_turn,
         fit=_build_fit(spec, agents) if agents else None,
+        unavailable=unavailable,
     )
 
 

@@ -14,16 +14,11 @@ import msgspec
 
 from antiphon import keys
 from antiphon.access import Visibility, VisibilityCap, pick_narrower_visibility
-from antiphon.engine.toolbox import Toolbox, matches_any_pattern
+from antiphon.engine.toolbox import Toolbox
+from antiphon.tool_selection import ToolAudience
 
 if TYPE_CHECKING:  # importing the configuration would slow down read-only commands
     from antiphon.config import AgentConfig, Config
-
-SPAWN_TOOL_NAME = "sessions_spawn"
-ORCHESTRATOR_TOOL_NAMES = frozenset(
-    {SPAWN_TOOL_NAME, "sessions_list", "sessions_history", "sessions_yield", "subagents", "agents_list"}
-)
-"""Session tools of a sub-agent that may itself spawn."""
 
 
 class SubagentPermissions(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -70,18 +65,12 @@ class SubagentPermissionResolver:
         return SubagentPermissions(tools=tools, agents=(agent_id,), read="all", send="all", depth=0)
 
     def list_tool_names(self, target: AgentConfig, depth: int) -> list[str]:
-        """Return the tools of the child's agent without session tools, as modified by `tools.subagents.tools`."""
-        lists = self._config.tools.subagents.tools
-        chosen: list[str] = []
-        for name, tool in self._toolbox.select_allowed(target.tools.allow, target.tools.deny).items():
-            usual = not tool.reaches_sessions or (depth > 0 and name in ORCHESTRATOR_TOOL_NAMES)
-            if lists.allow is not None:
-                usual = matches_any_pattern(name, lists.allow)
-            if (usual or matches_any_pattern(name, lists.also_allow)) and not matches_any_pattern(
-                name, lists.deny
-            ):
-                chosen.append(name)
-        return [name for name in chosen if depth > 0 or name != SPAWN_TOOL_NAME]
+        """Return the tools of the child's agent without session tools, as modified by `tools.subagents.tools`.
+
+        What a model or a sandbox excludes is not considered, since both may be different later.
+        """
+        audience = ToolAudience(subagent_depth=depth)
+        return list(self._toolbox.select_permitted(target.id, target.tools.selection, audience))
 
 
 def decode_permissions(text: str | None) -> SubagentPermissions | None:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from antiphon import keys
 from antiphon.engine.collaboration import prompts, task_rows
-from antiphon.engine.collaboration.permissions import SPAWN_TOOL_NAME
 from antiphon.engine.collaboration.prompts import TaskReport, TaskStats
 from antiphon.engine.collaboration.task_rows import ContinuedTask, TaskOptions
 from antiphon.engine.runs import run_queue
@@ -19,6 +18,7 @@ from antiphon.engine.runs.effects import NO_EFFECTS, Effects
 from antiphon.engine.runs.run_queue import NOTE_ORIGIN, WAKE_ORIGIN, Submission
 from antiphon.messages import INJECTED_MODEL, AssistantMessage, Provenance, TextBlock, UserMessage
 from antiphon.store import Row, Tx
+from antiphon.tool_selection import SPAWN_TOOL_NAME
 
 SUBAGENT_RESULT_KIND = "subagent_result"
 MAX_RESULT_CHARACTERS = 100_000  # of a result in a report

@@ -15,7 +15,7 @@ import msgspec
 from antiphon import keys
 from antiphon.engine.collaboration import prompts, reports, task_rows, yields
 from antiphon.engine.collaboration.chains import ChainLink
-from antiphon.engine.collaboration.permissions import SPAWN_TOOL_NAME, SubagentPermissions
+from antiphon.engine.collaboration.permissions import SubagentPermissions
 from antiphon.engine.collaboration.prompts import TaskReport
 from antiphon.engine.collaboration.task_rows import SQL, TaskOptions
 from antiphon.engine.outbox import delivery_rows, sanitize
@@ -28,6 +28,7 @@ from antiphon.engine.sessions.session_rows import NewSession
 from antiphon.errors import InvalidInput
 from antiphon.messages import Provenance, ToolResult, UserMessage, decode_message
 from antiphon.store import Row, Tx
+from antiphon.tool_selection import SPAWN_TOOL_NAME
 
 
 class ValidatedSpawn(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from antiphon.engine.collaboration import prompts, task_rows
-from antiphon.engine.collaboration.permissions import SPAWN_TOOL_NAME
 from antiphon.engine.runs import run_queue
 from antiphon.engine.runs.effects import NO_EFFECTS, Effects
 from antiphon.engine.runs.run_queue import WAKE_ORIGIN, AcceptedRun, Submission
 from antiphon.messages import Provenance, UserMessage
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
+from antiphon.tool_selection import SPAWN_TOOL_NAME
 
 RUNS_SQL = Queries("runs")
 TASKS_SQL = Queries("tasks")

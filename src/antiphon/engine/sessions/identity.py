@@ -15,9 +15,10 @@ from antiphon.access import Caller
 from antiphon.engine.collaboration.permissions import SubagentPermissionResolver
 from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.toolbox import Tool, Toolbox, drop_unavailable_tools
+from antiphon.tool_selection import ToolAudience
 
 if TYPE_CHECKING:  # importing the configuration would slow down read-only commands
-    from antiphon.config import Config, ToolRules
+    from antiphon.config import Config
 
 
 class SessionIdentity(NamedTuple):
@@ -31,31 +32,44 @@ class SessionIdentityResolver:
         self._session_resolver = resolver
         self._toolbox = toolbox
         self._permission_resolver = SubagentPermissionResolver(config, toolbox)
-        self._rules: dict[str, ToolRules] = {}
         self._resolve_permitted = lru_cache(maxsize=1024)(self._resolve_permitted_uncached)
 
     def resolve(
-        self, agent_id: str, session_key: str, *, sandboxed: bool, envelope: str | None
+        self,
+        agent_id: str,
+        session_key: str,
+        *,
+        sandboxed: bool,
+        envelope: str | None,
+        model: str | None = None,
     ) -> SessionIdentity:
-        """Return the identity of a session. `sandboxed` and `envelope` come from its row.
+        """Return the identity of a session. `sandboxed`, `envelope` and its own `model` come from its row.
 
         The configuration may require a sandbox that the row does not have yet.
         """
-        identity = self._resolve_permitted(agent_id, session_key, sandboxed=sandboxed, envelope=envelope)
+        identity = self._resolve_permitted(
+            agent_id, session_key, sandboxed=sandboxed, envelope=envelope, model=model
+        )
         return identity._replace(tools=drop_unavailable_tools(agent_id, identity.tools))
 
     def _resolve_permitted_uncached(
-        self, agent_id: str, session_key: str, *, sandboxed: bool, envelope: str | None
+        self, agent_id: str, session_key: str, *, sandboxed: bool, envelope: str | None, model: str | None
     ) -> SessionIdentity:
         """Return the identity with all permitted tools, including those that cannot be used now."""
         permissions = self._permission_resolver.resolve(agent_id, session_key, envelope)
         is_sandboxed = sandboxed or self._session_resolver.is_sandboxed(agent_id, keys.parse(session_key))
         cap = permissions.cap if permissions else None
         caller = Caller.agent(agent_id, session_key, sandboxed=is_sandboxed, cap=cap)
-        if agent_id not in self._rules:
-            self._rules[agent_id] = self._config.get_agent(agent_id).tools
-        rules = self._rules[agent_id]
-        tools = self._toolbox.select_for_agent(agent_id, rules.allow, rules.deny)
+        tools = self._toolbox.select_permitted(
+            agent_id,
+            self._config.get_agent(agent_id).tools.selection,
+            ToolAudience(model=get_answering_model(self._config, agent_id, model), is_sandboxed=is_sandboxed),
+        )
         if permissions is not None:
             tools = {name: tool for name, tool in tools.items() if name in permissions.tools}
         return SessionIdentity(caller, tools)
+
+
+def get_answering_model(config: Config, agent_id: str, chosen: str | None) -> str | None:
+    """Return the model that answers in a session, as `provider/model`; None if it is a function."""
+    return None if config.uses_function(agent_id) else chosen or config.get_model_ref(agent_id)

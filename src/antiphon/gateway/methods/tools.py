@@ -8,12 +8,14 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from antiphon.access import READ_SCOPE, WRITE_SCOPE
+from antiphon.engine.sessions.identity import get_answering_model
 from antiphon.engine.toolbox import Tool, drop_unavailable_tools
 from antiphon.errors import ToolMissing
 from antiphon.gateway import tool_invocations
 from antiphon.gateway.methods.registry import MethodCall, rpc_method
 from antiphon.gateway.tool_invocations import ToolInvocation
 from antiphon.gateway.ws.frames import IdempotencyKey, Params
+from antiphon.tool_selection import ToolAudience
 
 
 class ToolCatalogParams(Params, frozen=True):
@@ -24,8 +26,9 @@ class ToolCatalogParams(Params, frozen=True):
 @rpc_method("tools.catalog", READ_SCOPE, ToolCatalogParams)
 async def get_tool_catalog(call: MethodCall, params: ToolCatalogParams) -> dict[str, Any]:
     agent = call.config.get_agent(params.agent_id or call.config.default_agent_id)
-    allowed = call.gateway.app.toolbox.select_allowed(agent.tools.allow, agent.tools.deny)
-    tools = drop_unavailable_tools(agent.id, allowed)
+    audience = ToolAudience(model=get_answering_model(call.config, agent.id, None))
+    permitted = call.gateway.app.toolbox.select_permitted(agent.id, agent.tools.selection, audience)
+    tools = drop_unavailable_tools(agent.id, permitted)
     return {"agentId": agent.id, "profiles": [], "groups": _group_tools(tools, _format_catalog_fields)}
 
 
@@ -40,7 +43,9 @@ async def get_effective_tools(call: MethodCall, params: EffectiveToolsParams) ->
     session, actor = await call.operations.sessions.describe_actor(call.caller, params.session_key)
     return {
         "agentId": session.agent_id,
-        "profile": call.config.get_agent(session.agent_id or call.config.default_agent_id).tools.profile,
+        "profile": call.config.get_agent(
+            session.agent_id or call.config.default_agent_id
+        ).tools.selection.profile,
         "groups": _group_tools(actor.tools, _format_effective_fields),
     }
 
