@@ -37,6 +37,7 @@ from antiphon.engine.sessions.retention import RetentionPolicy
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import Tool, Toolbox
 from antiphon.errors import NotFound
+from antiphon.event_loop import run_in_background
 from antiphon.operations.operations import Operations
 from antiphon.runtimes import Runtime
 from antiphon.runtimes.model import ModelRuntime
@@ -215,21 +216,11 @@ async def _open_app_store(
 async def _run_engine(engine: Engine, scheduler: Scheduler, grace: float) -> AsyncGenerator[None]:
     try:
         await engine.start()
-        async with _run_scheduler(scheduler):
+        # Jobs are fired between the engine's start and its stop, so that the runs they submit are always executed.
+        async with run_in_background(scheduler.run()):
             yield
     finally:
         await engine.stop(grace)
-
-
-@asynccontextmanager
-async def _run_scheduler(scheduler: Scheduler) -> AsyncGenerator[None]:
-    """Fires jobs between the engine's start and its stop, so that the runs they submit are always executed."""
-    task = asyncio.create_task(scheduler.run())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -239,13 +230,11 @@ async def _run_mirror(mirror: TranscriptMirror | None, home: StateDir) -> AsyncG
         await asyncio.to_thread(remove_mark, home.transcripts)
         yield
         return
-    task = asyncio.create_task(mirror.run())
     try:
-        await asyncio.sleep(0)  # let it subscribe before the first run
-        yield
+        async with run_in_background(mirror.run()):
+            await asyncio.sleep(0)  # let it subscribe before the first run
+            yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
         await mirror.flush()
 
 

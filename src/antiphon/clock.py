@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+MILLISECONDS_PER_DAY = 86_400_000
+
 
 class Clock(Protocol):
     """Reads the wall-clock time. Deadlines are stored in it because they outlive the process."""

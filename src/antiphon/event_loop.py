@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -30,11 +31,19 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def _run_with_memory_bound(main: Coroutine[Any, Any, T]) -> T:
-    collecting = asyncio.create_task(_collect_when_grown())
-    try:
+    async with run_in_background(_collect_when_grown()):
         return await main
+
+
+@asynccontextmanager
+async def run_in_background(work: Coroutine[Any, Any, object]) -> AsyncGenerator[None]:
+    """Run a coroutine while the context is open; it is cancelled and awaited when the context is left."""
+    task = asyncio.create_task(work)
+    try:
+        yield
     finally:
-        collecting.cancel()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _collect_when_grown() -> None:

@@ -24,6 +24,7 @@ from antiphon.app import App, AppOptions, open_app
 from antiphon.config import Config
 from antiphon.config.validate import TAILNET_ERROR
 from antiphon.errors import ConfigError, Unavailable
+from antiphon.event_loop import run_in_background
 from antiphon.gateway import discovery
 from antiphon.gateway.auth import Authenticator, list_own_origins
 from antiphon.gateway.http.limits import create_http_protocol, determine_max_connections
@@ -115,12 +116,8 @@ async def _refresh_shared_tokens(opened: App, tokens: TokenRegistry) -> AsyncGen
         return
     shared = SharedTokens(opened.store, tokens)
     await shared.start()
-    task = asyncio.create_task(shared.run())
-    try:
+    async with run_in_background(shared.run()):
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 @asynccontextmanager

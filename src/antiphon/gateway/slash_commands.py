@@ -1,14 +1,16 @@
-"""Slash commands for every client: `/new`, `/reset`, `/stop` and `/approve` instead of a message.
+"""Slash commands in messages of the methods `chat.send`, `sessions.send` and `agent`.
+
+`/new`, `/reset`, `/stop` and `/approve` are executed here instead of a message, also `/abort` and the bare words `stop`
+and `abort`. `/send` is handled by `operations`; the terminal chat has commands of its own (`cli/chat/controller.py`).
 
 A command repeated with the same idempotency key has no further effect. It needs the scope of its own method: `/new`
-from a caller who may not reset is rejected, not sent as text. `/send` is handled by `operations`; the terminal chat has
-further commands (`cli/chat/controller.py`).
+from a caller who may not reset is rejected, not sent as text.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -20,6 +22,27 @@ from antiphon.operations.types import IncomingMessage, MessageReceipt
 STOP_COMMANDS = frozenset({"/stop", "/abort", "stop", "abort"})
 _APPROVE_PATTERN = re.compile(r"/approve(?:\s+(\S+)\s+(\S+)|\s+\S+)?", re.IGNORECASE)
 _RESET_PATTERN = re.compile(r"/(new|reset)", re.IGNORECASE)
+
+
+class SlashCommand(NamedTuple):
+    """A command as `commands.list` describes it."""
+
+    name: str
+    description: str
+    has_argument: bool = False
+
+
+SLASH_COMMANDS = (
+    SlashCommand("stop", "Stop the current run."),
+    SlashCommand("new", "Start a new conversation; the old one stays readable."),
+    SlashCommand("reset", "Same as /new."),
+    SlashCommand("send", "Allow or forbid sending to this session: on, off or inherit.", has_argument=True),
+    SlashCommand(
+        "approve",
+        "Decide on a waiting tool call: ID allow-once, allow-always or deny.",
+        has_argument=True,
+    ),
+)
 
 
 class SubmitOutcome(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ import msgspec
 
 from antiphon import access, keys
 from antiphon.access import Caller, TargetSession
+from antiphon.clock import MILLISECONDS_PER_DAY
 from antiphon.engine.sessions import search, session_rows
 from antiphon.engine.sessions.search import SearchQuery, SearchResult
 from antiphon.engine.validation import validate_and_clamp
@@ -23,7 +24,6 @@ from antiphon.store.fulltext import FulltextQuery
 DEFAULT_SEARCH_RESULTS, MAX_SEARCH_RESULTS = 20, 50
 MAX_SEARCHED_SESSIONS = 200  # sessions that one search may name
 MASKING_BUDGET_SECONDS = 0.25  # after this time no further entry is masked
-DAY_MILLISECONDS = 86_400_000
 
 
 class _SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,5 +231,5 @@ def _build_hit(caller: Caller, row: Row, match: FulltextQuery, now: int, text: s
         role=row["role"],
         timestamp=row["created_at"],
         snippet=search.cut_snippet(text, match.find_position(text)),
-        score=round(1 / (1 + max(0, now - row["created_at"]) / DAY_MILLISECONDS), 4),
+        score=round(1 / (1 + max(0, now - row["created_at"]) / MILLISECONDS_PER_DAY), 4),
     )

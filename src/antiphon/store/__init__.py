@@ -7,8 +7,8 @@ the writer thread drives it without an event loop) and must be safe to run again
 snapshot: if two scripts change the same row, one of them is run again after the other. Scripts that must exclude
 each other for any other reason take a `Tx.lock`.
 
-`Store` and `Tx` know nothing of sessions or runs, and nothing outside this package knows which database is
-behind them.
+`Store` and `Tx` know nothing of sessions or runs. Scripts do not know which database runs them; only the
+configuration, the checks of an installation and the migration between databases do.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Holds tool calls back until a person allows them.
+"""Waits for approval before a tool call is made.
 
-The waiting run occupies no slot, and after a crash it waits on: the approval is a row (`approval_rows`). An allowed
-call begins in a commit of its own. A call that may have begun before a crash is never begun again, unless the tool can
-settle it.
+The waiting run occupies no slot, and after a crash it keeps waiting: the approval is a row (`approval_rows`). An
+allowed call begins in a commit of its own. A call that may have begun before a crash is never begun again, unless the
+tool can settle it.
 """
 
 from __future__ import annotations

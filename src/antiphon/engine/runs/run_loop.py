@@ -2,7 +2,7 @@
 
 The transcript is the checkpoint. An interrupted run is loaded from it and continues where it stopped: calls without a
 result are repeated (our own tools, which are idempotent by key) or reported as interrupted (all others), and then the
-model is asked again. Nothing is published before its commit.
+model is asked again. No transcript entry is published before its commit; partial text is streamed.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from antiphon.clock import MILLISECONDS_PER_DAY
 from antiphon.engine.sessions import session_rows
 from antiphon.store import Store, Tx
 from antiphon.store.listing import SESSION_KINDS
 from antiphon.store.queries import Queries, Query
 
-MILLISECONDS_PER_DAY = 86_400_000
 MAX_SESSIONS_PER_TRANSACTION = 50  # a long transaction would delay all other commits
 MAX_RECORDS_PER_SWEEP = 1000  # of each kind; the rest waits for the next sweep
 
@@ -43,31 +43,21 @@ class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True):
 async def apply_retention(store: Store, policy: RetentionPolicy, now: int) -> list[str]:
     """Apply a policy to all sessions. Returns the keys of the sessions archived or deleted."""
     changed: list[str] = []
+    archive_before = _compute_cutoff(policy.archive_after_days, now)
+    delete_before = _compute_cutoff(policy.delete_archived_after_days, now)
     for kind in SESSION_KINDS:
-        if policy.archive_after_days is not None:
-            changed += await _run_in_batches(
-                store,
-                _archive_stale_sessions,
-                kind,
-                now - round(policy.archive_after_days * MILLISECONDS_PER_DAY),
-                now,
-            )
-        if policy.delete_archived_after_days is not None:
-            changed += await _run_in_batches(
-                store,
-                _delete_expired_sessions,
-                kind,
-                now - round(policy.delete_archived_after_days * MILLISECONDS_PER_DAY),
-                now,
-            )
-    if policy.delete_archived_after_days is not None:
+        if archive_before is not None:
+            changed += await _run_in_batches(store, _archive_stale_sessions, kind, archive_before, now)
+        if delete_before is not None:
+            changed += await _run_in_batches(store, _delete_expired_sessions, kind, delete_before, now)
+    if delete_before is not None:
         for query in OLD_RECORD_QUERIES:
-            await store.tx(
-                _delete_old_records,
-                query,
-                now - round(policy.delete_archived_after_days * MILLISECONDS_PER_DAY),
-            )
+            await store.tx(_delete_old_records, query, delete_before)
     return changed
+
+
+def _compute_cutoff(days: float | None, now: int) -> int | None:
+    return None if days is None else now - round(days * MILLISECONDS_PER_DAY)
 
 
 async def _run_in_batches(

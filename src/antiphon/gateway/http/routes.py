@@ -180,7 +180,7 @@ class HttpRoutes:
         return self._require_identity(with_caller)
 
     def _require_identity(self, endpoint: IdentityEndpoint) -> Endpoint:
-        """Wrap an endpoint that may stay open: it needs the identity to notice a revoked token."""
+        """Wrap an endpoint: authenticate the request and pass the identity, so that streams notice a revoked token."""
 
         async def checked(request: Request) -> Response:
             _check_query_has_no_token(request)

@@ -15,6 +15,7 @@ from antiphon.access import READ_SCOPE
 from antiphon.config import AgentConfig
 from antiphon.errors import InvalidInput
 from antiphon.gateway.methods.registry import MethodCall, NoParams, rpc_method
+from antiphon.gateway.slash_commands import SLASH_COMMANDS
 from antiphon.gateway.ws.frames import Params
 from antiphon.paths import LOG_FILE_NAME
 
@@ -189,24 +190,17 @@ class CommandListParams(Params, frozen=True):
 
 @rpc_method("commands.list", READ_SCOPE, CommandListParams)
 async def list_commands(call: MethodCall, params: CommandListParams) -> dict[str, Any]:
-    known = {
-        "stop": "Stop the current run.",
-        "new": "Start a new conversation; the old one stays readable.",
-        "reset": "Same as /new.",
-        "send": "Allow or forbid sending to this session: on, off or inherit.",
-        "approve": "Decide on a waiting tool call: ID allow-once, allow-always or deny.",
-    }
     commands = [
         {
-            "name": name,
-            "textAliases": [f"/{name}"],
-            "description": about,
+            "name": command.name,
+            "textAliases": [f"/{command.name}"],
+            "description": command.description,
             "category": "session",
             "source": "native",
             "scope": "text",
-            "acceptsArgs": name in {"send", "approve"},
+            "acceptsArgs": command.has_argument,
         }
-        for name, about in known.items()
+        for command in SLASH_COMMANDS
     ]
     return {"commands": commands}
 
