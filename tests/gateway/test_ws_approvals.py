@@ -7,9 +7,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
+from antiphon.engine.toolbox import ApprovalQuestion, Tool, ToolOutput, ToolRequest
 from antiphon.messages import AssistantMessage, ToolResult
 from antiphon.operations.operations import Operations
 from antiphon.runtimes import Prompt
@@ -61,9 +62,9 @@ async def test_a_client_lists_and_decides(tmp_path: Path) -> None:
         event = await ask(client)
         request = event["request"]
         assert (request["tool"], request["agentId"], request["sessionKey"]) == ("pay", "main", MAIN)
-        assert request["command"] == r'{"amount":5,"note":"\u001b[2J\u202e"}', (
-            "nothing that acts on a terminal"
-        )
+        assert request["text"] == r'{"amount":5,"note":"\u001b[2J\u202e"}', "nothing that acts on a terminal"
+        assert request["command"] == f"pay {request['text']}", "other clients show nothing else"
+        assert request["allowedDecisions"] == ["allow-once", "allow-always", "deny"]
         assert event["expiresAtMs"] - event["createdAtMs"] == 1_800_000
         [listed] = await client.call("exec.approval.list")
         assert {**listed, "ts": event["ts"]} == event
@@ -81,6 +82,22 @@ async def test_a_client_lists_and_decides(tmp_path: Path) -> None:
         error = await client.refused("exec.approval.resolve", id="nope", decision="deny")
         assert error["code"] == "INVALID_REQUEST" and error["details"]["reason"] == "APPROVAL_NOT_FOUND"
     assert payer.paid == 1
+
+
+async def test_a_command_line_is_shown_as_it_is_and_with_the_decisions_it_has(tmp_path: Path) -> None:
+    async def propose(prompt: Prompt) -> AssistantMessage:
+        return make_tool_calls("exec")
+
+    async def ask_once(request: ToolRequest) -> ApprovalQuestion | None:
+        return ApprovalQuestion(text="make; ls")
+
+    def create_tools(operations: Operations) -> list[Tool]:
+        return [msgspec.structs.replace(make_tool("exec", Payer().pay), needs_approval=ask_once)]
+
+    async with open_gateway(tmp_path, propose, tools=create_tools) as gateway, gateway.client() as client:
+        request = (await ask(client))["request"]
+        assert (request["tool"], request["command"], request["text"]) == ("exec", "make; ls", "make; ls")
+        assert request["allowedDecisions"] == ["allow-once", "deny"], "no single command"
 
 
 async def test_a_grant_is_listed_and_revoked(tmp_path: Path) -> None:

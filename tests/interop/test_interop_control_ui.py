@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import pytest
 
-from support.interop_processes import BOUND, CHROMIUM, Gateway
+from support.interop_processes import BOUND, CHROMIUM, Gateway, Openclaw, start_gateway
 
 pytestmark = pytest.mark.requirement("W6")
 
@@ -34,16 +34,20 @@ def browsing(origin: str, gateway: Gateway, picture: Path) -> Generator[Any]:
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
         page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.set_default_timeout(MILLISECONDS)
         expect.set_options(timeout=MILLISECONDS)
         try:
-            page.goto(f"{origin}/?gatewayUrl={quote(gateway.url, safe='')}#token={gateway.token}")
-            # The page asks before it follows a link to another gateway than the one it was loaded from.
-            page.get_by_role("button", name="Switch to").click()
+            visit(page, origin, gateway)
             yield page
         finally:
             page.screenshot(path=str(picture))
             browser.close()
+
+
+def visit(page: Any, origin: str, gateway: Gateway) -> None:
+    page.set_default_timeout(MILLISECONDS)
+    page.goto(f"{origin}/?gatewayUrl={quote(gateway.url, safe='')}#token={gateway.token}")
+    # The page asks before it follows a link to another gateway than the one it was loaded from.
+    page.get_by_role("button", name="Switch to").click()
 
 
 def say(page: Any, text: str) -> None:
@@ -93,3 +97,61 @@ def test_the_control_ui_stops_an_answer(gateway: Gateway, control_ui: str, tmp_p
         say(page, "say carrying on")
         expect(page.locator(ANSWERS).last).to_have_text("carrying on")
         expect(page.get_by_label("Stop generating")).to_have_count(0)
+
+
+PAYMENTS = """
+import antiphon
+
+@antiphon.tool(ask=True)
+def pay(amount: int) -> str:
+    "Pays an amount."
+    return f"{amount} paid"
+
+tools = [pay]
+"""
+
+
+@pytest.fixture
+def payments(tmp_path: Path, control_ui: str) -> Generator[Gateway]:
+    """A gateway with a tool whose calls wait for a person."""
+    with start_gateway(tmp_path / "payments", [control_ui], python_tools=PAYMENTS) as gateway:
+        yield gateway
+
+
+@pytest.mark.requirement("T7")
+def test_the_control_ui_decides_on_calls_that_wait(
+    payments: Gateway, openclaw: Openclaw, control_ui: str, tmp_path: Path
+) -> None:
+    with browsing(control_ui, payments, tmp_path / "decided.png") as page:
+        question = page.locator(".exec-approval-card")
+        say(page, 'call pay {"amount": 5}')
+        expect(question.locator(".exec-approval-command")).to_have_text('pay {"amount":5}')
+        # Another browser, opened while the call waits, reads the question from the list.
+        other = page.context.browser.new_page()
+        visit(other, control_ui, payments)
+        expect(other.locator(".exec-approval-command")).to_have_text('pay {"amount":5}')
+        question.get_by_role("button", name="Allow once").click()
+        expect(other.locator(".exec-approval-card")).to_have_count(0)
+        other.context.close()
+        expect(page.locator(ANSWERS).last).to_contain_text("5 paid")
+        expect(question).to_have_count(0)
+
+        say(page, 'call pay {"amount": 6}')
+        question.get_by_role("button", name="Deny").click()
+        expect(page.locator(ANSWERS).last).to_contain_text("denied")
+
+        say(page, 'call pay {"amount": 7}')
+        question.get_by_role("button", name="Always allow here").click()
+        expect(page.locator(ANSWERS).last).to_contain_text("7 paid")
+        say(page, 'call pay {"amount": 7}')
+        expect(page.locator(USERS)).to_have_count(4)
+        expect(page.locator(ANSWERS).filter(has_text="7 paid")).to_have_count(2)
+
+        # Decided elsewhere.
+        say(page, 'call pay {"amount": 8}')
+        expect(question.locator(".exec-approval-command")).to_have_text('pay {"amount":8}')
+        [waiting] = openclaw.call(payments, "exec.approval.list").json
+        decided = {"id": waiting["id"], "decision": "allow-once"}
+        assert openclaw.call(payments, "exec.approval.resolve", decided).json["ok"] is True
+        expect(page.locator(ANSWERS).last).to_contain_text("8 paid")
+        expect(question).to_have_count(0)

@@ -129,12 +129,21 @@ def start_process(
 
 
 @contextmanager
-def start_gateway(directory: Path, origins: Sequence[str] = ()) -> Generator[Gateway]:
-    """Start the gateway on a free port with the rehearsal model, and wait until it is ready."""
+def start_gateway(
+    directory: Path, origins: Sequence[str] = (), *, python_tools: str = ""
+) -> Generator[Gateway]:
+    """Start the gateway on a free port with the rehearsal model, and wait until it is ready.
+
+    `python_tools` is the source of a module whose `tools` agents get as well.
+    """
     state, log = directory / "state", directory / "gateway.log"
     state.mkdir(mode=0o700, parents=True)
+    settings = _config(origins)
+    if python_tools:
+        (directory / "interop_tools.py").write_text(python_tools)
+        settings["tools"]["python"] = ["./interop_tools.py:tools"]
     config = directory / "config.json5"
-    config.write_text(json.dumps(_config(origins)))
+    config.write_text(json.dumps(settings))
     environ = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     options = ("up", "--port", "0", "--state-dir", str(state), "--config", str(config))
     environ |= {"HOME": str(directory), "PYTHONWARNINGS": "error"}

@@ -21,6 +21,7 @@ from antiphon.operations.types import ApprovalView, SessionView, build_raw_item
 
 WIRE_KINDS_BY_SESSION_KIND = {"group": "group"}
 WIRE_STATUS_BY_STATE = {"running": "running", "idle": "done"}
+COMMAND_TOOL = "exec"
 IMAGE_MIME_TYPES = ("image/png", "image/jpeg", "image/gif", "image/webp")
 MAX_ATTACHMENTS_PER_MESSAGE = 20
 CHANNELS_SHOWN_IN_SESSION = frozenset({"webchat", "last"})
@@ -33,18 +34,22 @@ def format_session_key(key: str) -> str:
 
 
 def format_approval(approval: ApprovalView) -> dict[str, Any]:
-    """Return an approval under the names that clients of this protocol expect."""
+    """Return an approval under the names that clients of this protocol expect.
+
+    Other clients show only `command`, so it names the tool, unless the call is a command line.
+    """
     key = format_session_key(approval.session_key)
     return {
         "id": approval.id,
         "sessionKey": key,
         "request": {
-            "command": approval.text,
+            "command": approval.text if approval.tool == COMMAND_TOOL else f"{approval.tool} {approval.text}",
             "tool": approval.tool,
+            "text": approval.text,
             "agentId": approval.agent_id,
             "sessionKey": key,
             "runId": approval.run_id,
-            "canAllowAlways": approval.can_allow_always,
+            "allowedDecisions": approval.allowed_decisions,
         },
         "state": approval.state,
         "decision": approval.decision,

@@ -11,10 +11,9 @@ from antiphon.engine.runs.approval_rows import ApprovalDecision
 from antiphon.engine.validation import validate_choice
 from antiphon.errors import NotFound
 from antiphon.operations.context import OperationContext
-from antiphon.operations.types import ApprovalView, GrantView, build_approval_view
+from antiphon.operations.types import APPROVAL_DECISIONS, ApprovalView, GrantView, build_approval_view
 from antiphon.store import Row, Tx
 
-DECISIONS: tuple[ApprovalDecision, ...] = ("allow-once", "allow-always", "deny")
 MAX_APPROVALS_LISTED = 200
 MAX_GRANTS_LISTED = 1000
 MAX_WAIT_SECONDS = 60.0
@@ -50,7 +49,7 @@ class ApprovalOperations:
     ) -> ApprovalView:
         """Allow or deny a waiting call. The same decision again has no further effect."""
         access.require_approver(caller)
-        validate_choice(decision, DECISIONS, "decision")
+        validate_choice(decision, APPROVAL_DECISIONS, "decision")
         chosen = cast("ApprovalDecision", decision)
         row, is_new = await self._context.store.tx(
             approval_rows.decide_approval, approval_id, chosen, decided_by, self._context.clock.now()

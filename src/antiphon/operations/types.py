@@ -17,6 +17,7 @@ from msgspec import UNSET, UnsetType
 from antiphon import keys
 from antiphon.bus import ApprovalChanged, RunChanged, RunUsage
 from antiphon.engine.collaboration.attachments import AttachmentReceipt, SpawnAttachment
+from antiphon.engine.runs.approval_rows import ApprovalDecision
 from antiphon.engine.runs.run_queue import QUIET_ORIGINS, SANITIZED_ORIGINS, RunOptions
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.errors import InvalidInput
@@ -33,6 +34,7 @@ from antiphon.messages import (
 from antiphon.store import Row
 from antiphon.store.listing import SessionListRow
 
+APPROVAL_DECISIONS: tuple[ApprovalDecision, ...] = ("allow-once", "allow-always", "deny")
 DEFAULT_LIST_ROWS, MAX_LIST_ROWS = 50, 200
 DEFAULT_REPLY_TIMEOUT_SECONDS, MAX_REPLY_TIMEOUT_SECONDS = 30, 3600
 
@@ -529,6 +531,12 @@ class ApprovalView(_View, frozen=True, kw_only=True):
     created_at: int
     expires_at: int
     decided_at: int | None = None
+
+    @property
+    def allowed_decisions(self) -> list[ApprovalDecision]:
+        return [
+            decision for decision in APPROVAL_DECISIONS if decision != "allow-always" or self.can_allow_always
+        ]
 
 
 def build_approval_view(event: ApprovalChanged) -> ApprovalView:

@@ -22,10 +22,10 @@ from antiphon.cli import _output
 from antiphon.cli._backend import Backend
 from antiphon.cli.chat import speakers
 from antiphon.cli.chat.line_reader import LineReader
-from antiphon.cli.chat.renderer import DECISIONS, ChatRenderer
+from antiphon.cli.chat.renderer import ChatRenderer
 from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.errors import AntiphonError, Forbidden, InvalidInput, NotFound
-from antiphon.operations.types import IncomingMessage, RunView, build_run_ended_event
+from antiphon.operations.types import APPROVAL_DECISIONS, IncomingMessage, RunView, build_run_ended_event
 from antiphon.send_policy import parse_send_command
 
 if TYPE_CHECKING:
@@ -401,8 +401,8 @@ class ChatController:
 
     async def _decide_approval(self, argument: str) -> None:
         approval_id, _, decision = argument.partition(" ")
-        if decision.strip() not in DECISIONS:
-            self._renderer.print_result(f"Usage: /approve ID {'|'.join(DECISIONS)}")
+        if decision.strip() not in APPROVAL_DECISIONS:
+            self._renderer.print_result(f"Usage: /approve ID {'|'.join(APPROVAL_DECISIONS)}")
             return
         await self._backend.resolve_approval(approval_id, decision.strip())
 

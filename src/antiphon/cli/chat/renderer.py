@@ -27,7 +27,6 @@ SILENT_REPLIES = {"REPLY_SKIP": "({} ended the conversation)", "ANNOUNCE_SKIP": 
 """Replies by which an agent says nothing (see `antiphon.engine.outbox.sanitize`), and what is shown instead."""
 
 TOKEN_WRAPPING_CHARACTERS = " \t\r\n`*\"'"  # noqa: S105
-DECISIONS = ("allow-once", "allow-always", "deny")
 MAX_REMEMBERED_RUNS = 256  # ended runs
 
 
@@ -209,11 +208,10 @@ class ChatRenderer:
         if approval.id in self._undecided_approval_ids:
             return
         self._undecided_approval_ids.append(approval.id)
-        choices = [choice for choice in DECISIONS if choice != "allow-always" or approval.can_allow_always]
         lines = "\n".join(f"    {line}" for line in approval.text.split("\n"))
         question = (
             f"{clean_line(self.speaker)} asks to call {approval.tool}:\n{lines}\n"
-            f"  Answer with: /approve {approval.id} {'|'.join(choices)}"
+            f"  Answer with: /approve {approval.id} {'|'.join(approval.allowed_decisions)}"
         )
         if self._style == "conversation":
             self._append_line(bold(clean_text(question)))
