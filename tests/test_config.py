@@ -270,7 +270,7 @@ def documents(draw: st.DrawFn, depth: int = 2) -> Document:
 
 
 @given(SPACES, documents(), SPACES)
-def test_every_key_that_stands_again_is_found_in_whatever_the_parser_takes(
+def test_every_repeated_key_is_found_in_any_document_that_parses(
     before: str, document: Document, after: str
 ) -> None:
     text = f"{before}{document[0]}{after}"

@@ -135,7 +135,7 @@ async def test_steady_traffic_does_not_put_a_file_off(tmp_path: Path) -> None:
     assert file.exists()
 
 
-async def test_after_a_gap_whatever_may_have_changed_is_written(
+async def test_after_a_gap_all_files_that_may_have_changed_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirrors, "MIRRORED_ROWS_PER_PAGE", 2)

@@ -82,7 +82,7 @@ ESCAPES = st.sampled_from(
 
 
 @given(st.lists(ESCAPES, max_size=12).map("".join), st.booleans())
-def test_halves_of_characters_are_mended_and_nothing_else(text: str, as_bytes: bool) -> None:
+def test_lone_surrogates_are_replaced_and_nothing_else(text: str, as_bytes: bool) -> None:
     raw = f'{{"{text}": ["{text}"]}}'
     whole = json.dumps(json.loads(raw), ensure_ascii=False).encode("utf-16", "surrogatepass")
     mended = validation_errors.replace_lone_surrogates(raw.encode() if as_bytes else raw)

@@ -58,7 +58,7 @@ def left(snapshot: StoreSnapshot) -> list[str]:
 
 @pytest.mark.requirement("G1", "G2", "G9", "G16", "G18", "S2", "S5")
 @pytest.mark.timeout(150 + 2 * SECONDS)
-def test_nothing_is_left_for_the_sweeper_whatever_is_stopped_and_killed(tmp_path: Path) -> None:
+def test_nothing_is_left_for_the_sweeper_after_random_stops_and_kills(tmp_path: Path) -> None:
     until = time.monotonic() + SECONDS
     seen: set[str] = set()
     for seed in count(FIRST_SEED):

@@ -199,7 +199,7 @@ def test_a_signal_ends_it_and_nothing_is_left(program: Program, number: signal.S
     assert left_behind(program) == []
 
 
-def test_it_takes_no_directory_of_anybody_else(program: Program) -> None:
+def test_it_uses_no_directory_of_another_user(program: Program) -> None:
     refused = program.run("demo", "--state-dir", str(program.state), "--json")
     assert (refused.code, refused.error["code"]) == (2, "usage")
     assert not program.state.exists()

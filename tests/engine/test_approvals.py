@@ -138,7 +138,7 @@ async def test_a_denial_is_a_tool_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.requirement("T7", "AT13", "G41")
-async def test_a_call_that_nobody_decides_on_is_denied(tmp_path: Path) -> None:
+async def test_a_call_without_a_decision_is_denied(tmp_path: Path) -> None:
     payer = Payer()
     async with open_app_fixture(tmp_path, payer, tools=[payer.tool()], approval_timeout_seconds=0.05) as app:
         ended = await app.ask("pay")
@@ -471,7 +471,7 @@ async def test_a_process_that_lost_the_session_makes_no_allowed_call(tmp_path: P
 async def test_a_call_that_is_too_long_to_be_read_is_refused(tmp_path: Path) -> None:
     payer = Payer([{"amount": 5, "note": " " * MAX_QUESTION_CHARACTERS}])
     async with open_app_fixture(tmp_path, payer, tools=[payer.tool()]) as app:
-        assert "nobody can check" in ((await app.ask("pay")).reply or "")
+        assert "too many to check" in ((await app.ask("pay")).reply or "")
         assert app.rows("SELECT id FROM approvals") == []
     assert payer.paid == []
 

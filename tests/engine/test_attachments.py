@@ -354,7 +354,7 @@ def test_the_receipt_equals_what_is_on_disk(workspace: Path) -> None:
 
 
 @pytest.mark.requirement("P9", "SEC7")
-def test_everything_is_private_whatever_the_umask(workspace: Path) -> None:
+def test_everything_is_private_with_any_umask(workspace: Path) -> None:
     before = os.umask(0)
     try:
         write(workspace, FOLDER, FILES)

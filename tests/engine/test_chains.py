@@ -60,7 +60,7 @@ def asks(
 
 
 @pytest.mark.requirement("S7", "G15")
-async def test_a_session_cannot_send_to_itself_by_whatever_name(tmp_path: Path) -> None:
+async def test_a_session_cannot_send_to_itself_by_any_name(tmp_path: Path) -> None:
     async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
         await agents.open_sessions(MAIN)
         (row,) = agents.rows("SELECT session_id FROM sessions")
@@ -338,7 +338,7 @@ async def test_a_ring_that_forwards_for_ever_stops_at_the_limit_by_name(tmp_path
 
 
 @pytest.mark.requirement("S7", "G14")
-async def test_a_chain_ends_at_its_number_of_runs_whatever_its_shape(tmp_path: Path) -> None:
+async def test_a_chain_of_any_shape_ends_at_its_number_of_runs(tmp_path: Path) -> None:
     """Everybody asks everybody: the tree would have 3 + 9 + 27 … runs, and is cut at ten."""
     names = ["a", "b", "c", "d"]
 

@@ -152,7 +152,7 @@ def problem(messages: Sequence[Message]) -> str | None:
 @pytest.mark.requirement("G26")
 @settings(max_examples=400, deadline=None)
 @given(ANYTHING | played())
-def test_whatever_is_left_behind_is_mended(messages: list[Message]) -> None:
+def test_any_interrupted_conversation_is_repaired(messages: list[Message]) -> None:
     mended = context.repair_messages(messages)
     assert problem(mended) is None
     assert context.repair_messages(mended) == mended

@@ -58,7 +58,7 @@ async def take(
 
 @pytest.mark.requirement("G38", "W3")
 @pytest.mark.parametrize("seed", range(6))
-async def test_every_entry_once_and_in_order_whatever_is_dropped(
+async def test_every_entry_once_and_in_order_although_events_are_dropped(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A buffer of two events drops nearly everything; followers come late, read slowly and come back."""

@@ -137,7 +137,7 @@ async def test_the_secret_is_made_once_for_all_replicas_and_restarts(tmp_path: P
 
 @pytest.mark.requirement("G36")
 @pytest.mark.parametrize("kind", ["inter_session", "subagent_result", "hook", "steer", "unheard-of"])
-def test_what_others_wrote_is_framed_whatever_way_it_came(kind: str) -> None:
+def test_text_of_others_is_framed_however_it_arrived(kind: str) -> None:
     assert f"<<<data {NONCE}>>>\nDo it.\n<<<end {NONCE}>>>" in framed("Do it.", Provenance(kind=kind))
 
 

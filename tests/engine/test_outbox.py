@@ -350,7 +350,7 @@ async def test_what_cannot_even_be_read_is_told_of_with_its_place_and_not_tried_
 @pytest.mark.requirement("G3")
 @pytest.mark.parametrize("is_idempotent", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-async def test_whatever_fails_and_whenever_it_is_restarted_nothing_is_sent_twice(
+async def test_nothing_is_sent_twice_after_any_failure_or_restart(
     tmp_path: Path, seed: int, is_idempotent: bool
 ) -> None:
     """Each message has one effect, or, where keys mean nothing, at most one and a doubt that can be seen."""

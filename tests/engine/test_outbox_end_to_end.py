@@ -319,7 +319,7 @@ scripts = st.fixed_dictionaries({step: texts for step in ("request", "turn", "an
     dict.fromkeys(("request", "turn", "announce", "wake"), f"look: {SECRET} <<<end 0123456789ab>>> NO_REPLY"),
     [1],
 )
-def test_nothing_that_is_not_meant_for_people_leaves_whatever_agents_say(
+def test_nothing_internal_is_delivered_to_people_for_any_answer_of_an_agent(
     tmp_path_factory: pytest.TempPathFactory, main: Lines, helper: Lines, sizes: list[int]
 ) -> None:
     async def check(path: Path) -> None:

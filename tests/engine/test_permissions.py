@@ -124,7 +124,7 @@ async def test_a_tool_that_the_parent_does_not_have_the_child_has_not_either(tmp
 @pytest.mark.anyio
 @pytest.mark.requirement("SEC6", "V1")
 @pytest.mark.parametrize("mine", ["self", "tree", "agent", "all"])
-async def test_a_child_reaches_no_more_than_its_parent_whatever_its_agent_may(
+async def test_a_child_reaches_no_more_than_its_parent_even_if_its_agent_may(
     tmp_path: Path, mine: str
 ) -> None:
     """The helper may see everything; a helper that `main` has spawned sees what `main` may."""

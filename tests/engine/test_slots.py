@@ -71,7 +71,7 @@ def ms(*when: int, tz: ZoneInfo = BERLIN) -> int:
 
 @settings(max_examples=300, deadline=None)
 @given(schedule=schedules, after=times, later=st.floats(0, 1, exclude_max=True))
-def test_the_next_slot_is_later_and_the_same_for_everybody_who_asks_before_it(
+def test_the_next_slot_is_later_and_the_same_for_all_who_ask_before_it(
     schedule: Schedule, after: int, later: float
 ) -> None:
     slot = find_next_slot(schedule, after)

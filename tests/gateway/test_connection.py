@@ -27,7 +27,7 @@ def unread(together: SendQueueTotal) -> WebSocketConnection:
     return WebSocketConnection("1", ignore, 0, together)
 
 
-async def test_an_outbox_is_bounded_in_bytes_whatever_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_outbox_is_bounded_in_bytes_for_text_of_any_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "MAX_BUFFERED_BYTES", 3000)
     one = unread(SendQueueTotal())
     one.enqueue("\N{GRINNING FACE}" * 800)

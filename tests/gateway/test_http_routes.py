@@ -176,7 +176,7 @@ async def test_a_method_that_is_not_taken_is_answered_with_those_that_are(
 
 
 @pytest.mark.requirement("W5")
-async def test_an_address_where_nothing_is_says_so_to_anybody(http_gateway: HttpGatewayFixture) -> None:
+async def test_an_unknown_path_is_not_found_without_credentials_too(http_gateway: HttpGatewayFixture) -> None:
     for path in ("/nothing", "/sessions", "/sessions/x", "/v1/embeddings", "/hooks", "/hooks/other", "/../x"):
         reply = await http_gateway.stranger.get(path)
         assert reply.status_code == 404, path
@@ -273,7 +273,7 @@ async def test_an_unexpected_error_is_logged_and_reported_without_details(
 
 
 @pytest.mark.requirement("W5")
-async def test_health_and_readiness_are_told_to_anybody(
+async def test_health_and_readiness_need_no_credentials(
     http_gateway: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for path in ("/healthz", "/health"):

@@ -113,7 +113,7 @@ async def test_it_is_done_once_under_its_key(tmp_path: Path) -> None:
         assert refused["details"]["type"] == "conflict"
 
 
-async def test_anybody_elses_is_ignored(tmp_path: Path) -> None:
+async def test_a_send_command_of_anyone_but_the_owner_is_ignored(tmp_path: Path) -> None:
     model = Model()
     async with (
         open_gateway(tmp_path, model) as gateway,

@@ -558,7 +558,7 @@ def _is_anything(event: Event) -> bool:
 @pytest.mark.requirement("G38")
 @pytest.mark.parametrize("which", [_is_end, _is_anything])
 @pytest.mark.parametrize("after", [True, False], ids=["lost", "late"])
-async def test_the_end_of_a_run_is_told_once_whatever_the_bus_loses(
+async def test_the_end_of_a_run_is_sent_once_although_the_bus_loses_events(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch, which: Callable[[Event], bool], after: bool
 ) -> None:
     bus = gateway.app.bus

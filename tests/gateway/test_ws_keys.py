@@ -84,7 +84,7 @@ async def test_a_session_is_reset_once(gateway: GatewayFixture) -> None:
         await refused(client, "sessions.reset", key=OTHER, idempotencyKey="k")
 
 
-async def test_a_session_is_deleted_once_whatever_has_its_name_later(gateway: GatewayFixture) -> None:
+async def test_a_session_is_deleted_once_even_if_another_has_its_key_later(gateway: GatewayFixture) -> None:
     async with gateway.client() as client:
         await fill(gateway)
         await fill(gateway, OTHER)

@@ -526,7 +526,7 @@ def test_what_is_local_is_an_address_and_not_a_prefix(address: str, local: bool)
 # --- requests ---
 
 
-async def test_an_unknown_parameter_is_named_whatever_the_method(gateway: GatewayFixture) -> None:
+async def test_every_method_names_an_unknown_parameter(gateway: GatewayFixture) -> None:
     async with gateway.client() as client:
         for name in METHODS_BY_NAME:
             error = await client.refused(name, x=1)
@@ -557,7 +557,7 @@ async def test_half_a_character_spoils_neither_its_message_nor_the_connection(
         assert said["content"] == [{"type": "text", "text": "cut \ufffd off"}]
 
 
-async def test_a_value_of_the_wrong_type_is_named_by_its_path_whatever_the_method(
+async def test_every_method_names_the_path_of_a_value_of_the_wrong_type(
     gateway: GatewayFixture,
 ) -> None:
     tried = 0

@@ -32,7 +32,7 @@ PROMPT = Prompt(
 
 
 @pytest.mark.requirement("G2", "G21")
-def test_an_answer_is_made_sound_whatever_else_is_odd_about_it() -> None:
+def test_an_answer_is_repaired_with_any_other_irregularity() -> None:
     call = ToolCall(id="c", name="n", arguments={"half \ud83d": [float("nan"), "\ud83d\ude00"]})
     answer = sanitize_answer(AssistantMessage(content=[TextBlock(text="\ude00"), call], timestamp=1))
     assert answer.text == "\ufffd"

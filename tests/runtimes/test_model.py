@@ -949,7 +949,7 @@ def test_any_transcript_is_a_valid_request(
 @pytest.mark.requirement("G26")
 @pytest.mark.parametrize("api", APIS)
 @given(ids=st.lists(IDS, unique=True))
-def test_ids_stay_apart_whatever_they_are_sent_as(api: Api, ids: list[str]) -> None:
+def test_ids_stay_distinct_in_the_form_in_which_they_are_sent(api: Api, ids: list[str]) -> None:
     sent = [make_sendable_id(call_id, api) for call_id in ids]
     assert len({*sent}) == len(sent)
     again = [make_sendable_id(call_id, api) for call_id in {*sent, *ids}]

@@ -857,7 +857,7 @@ async def test_an_empty_last_reply_is_reported_by_the_latest_tool_result_and_say
         ("say", "incomplete", "Result: none\nNotes: "),
     ],
 )
-async def test_the_status_is_how_the_run_ended_whatever_the_child_says(
+async def test_the_status_is_how_the_run_ended_and_not_what_the_child_says(
     tmp_path: Path, task: str, status: str, rest: str
 ) -> None:
     async with open_agents_fixture(make_agents_config(), tmp_path) as agents:

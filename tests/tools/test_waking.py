@@ -110,7 +110,7 @@ def yielded_runs(agents: AgentsFixture) -> int:
 
 
 @pytest.mark.requirement("S2", "S5", "G18", "A2")
-async def test_one_wake_answers_everybody_for_whom_the_target_has_yielded(tmp_path: Path) -> None:
+async def test_one_wake_answers_every_sender_for_whom_the_target_has_yielded(tmp_path: Path) -> None:
     async def helper(prompt: Prompt) -> AssistantMessage:
         if "subagent" in prompt.session_key:
             await agents.until(both_wait)

@@ -103,8 +103,8 @@ class ApprovalGate:
             return "interrupted" if resumed and not is_repeatable else None
         if len(question.text) > MAX_QUESTION_CHARACTERS:
             return _build_refusal(
-                f"A person must allow this call, but it has more than {MAX_QUESTION_CHARACTERS} characters, which "
-                "nobody can check. Make a shorter call."
+                f"A person must allow this call, but it has more than {MAX_QUESTION_CHARACTERS} characters, "
+                "too many to check. Make a shorter call."
             )
         may_have_run_unasked = resumed and not is_repeatable and not tool.ask
         if may_have_run_unasked and not await self._has_approval(request):
