@@ -273,7 +273,10 @@ SECURITY: dict[str, tuple[Part, str]] = {
     "SEC10": ("tools", "Titles, labels and messages of others are data."),
     "SEC11": ("gateway", "Subscriptions pass the same authorization as reads."),
     "SEC12": ("tools", "What cannot ask a human fails closed."),
-    "SEC13": ("later", "Approvals cannot be bypassed through children. Nothing asks for approval yet."),
+    "SEC13": (
+        "tools",
+        "Approvals cannot be bypassed through children; a grant belongs to the agent that was asked about.",
+    ),
     "SEC14": ("gateway", "Sizes are limited on arrival, before anything is parsed."),
 }
 

@@ -6,6 +6,7 @@ What fails here fails in every such run. Secrets are replaced by placeholders: t
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -151,7 +152,15 @@ async def _try_first_request(
     runtime = await runtimes.get_model_runtime(ref)
     if not isinstance(runtime, ModelRuntime):
         return
-    client = httpx2.AsyncClient(transport=httpx2.MockTransport(lambda _: httpx2.Response(REFUSED_STATUS)))
+    unsendable_headers: list[str] = []
+
+    def refuse_request(request: httpx2.Request) -> httpx2.Response:
+        unsendable_headers.extend(
+            name for name, value in request.headers.items() if not is_sendable_header(name, value)
+        )
+        return httpx2.Response(REFUSED_STATUS)
+
+    client = httpx2.AsyncClient(transport=httpx2.MockTransport(refuse_request))
     async with client:
         reader = open_reader(runtime.spec, RetryPolicy(), http=client)
         prompt = Prompt(
@@ -167,6 +176,22 @@ async def _try_first_request(
         except ProviderError as error:
             if error.data.get("status") != REFUSED_STATUS:
                 raise
+    if unsendable_headers:
+        raise ConfigError(
+            f"Requests to the provider {ref.partition('/')[0]!r} cannot be sent: the header "
+            f"{sorted(unsendable_headers)[0]!r} contains a line break, an outer blank or another character that "
+            "HTTP does not allow.",
+            "Remove it from 'apiKey' or 'headers'.",
+        )
+
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE = re.compile(r"(?:[^\x00\s]+(?:[ \t]+[^\x00\s]+)*)?")
+
+
+def is_sendable_header(name: str, value: str) -> bool:
+    """Whether a transport sends the header; it refuses others only when it sends the request."""
+    return bool(_HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value))
 
 
 class _DiscardedDeltas:

@@ -428,6 +428,24 @@ def test_the_check_would_have_found_prices_that_no_run_survives(monkeypatch: pyt
 
 
 @pytest.mark.requirement("C")
+@pytest.mark.parametrize(
+    ("settings", "header"),
+    [
+        ({"apiKey": "two\nlines"}, "authorization"),
+        ({"headers": {"X-Team": " blue"}}, "x-team"),
+        ({"headers": {"X Team": "blue"}}, "x team"),
+    ],
+)
+def test_the_check_refuses_headers_that_no_request_can_carry(settings: dict[str, Any], header: str) -> None:
+    provider = {"baseUrl": "http://x/v1", "models": [{"id": "m"}]}
+    assert asyncio.run(find_problems(parse({"models": {"providers": {"p": provider}}})[0])) == []
+    config = parse({"models": {"providers": {"p": {**provider, **settings}}}})[0]
+    [problem] = asyncio.run(find_problems(config))
+    assert problem.path == "models.providers.p" and f"'{header}'" in problem.what.lower()
+    assert "blue" not in problem.what and "lines" not in problem.what
+
+
+@pytest.mark.requirement("C")
 def test_the_schema_is_printed(program: Program) -> None:
     assert "agents" in program.run("config", "schema").json["properties"]
 

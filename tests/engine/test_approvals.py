@@ -22,9 +22,12 @@ from antiphon.engine.sessions import session_rows
 from antiphon.engine.toolbox import ApprovalQuestion, Tool, ToolOutput, ToolRequest, ask_about_arguments
 from antiphon.errors import Conflict, Forbidden, InvalidInput, NotFound
 from antiphon.messages import AssistantMessage, ToolCall, ToolResult, UserMessage
+from antiphon.operations.operations import Operations
 from antiphon.operations.types import ApprovalView
 from antiphon.runtimes import Prompt
 from antiphon.store import Tx
+from antiphon.tools import create_session_tools
+from support.agents_fixture import AgentsFixture, make_agents_config, open_agents_fixture
 from support.app_fixture import (
     BOUND,
     MAIN,
@@ -81,7 +84,7 @@ class Payer:
         return make_tool("pay", self.pay, settle=settle, ask=hook is None, needs_approval=hook)
 
 
-async def wait_for_pending(app: AppFixture, count: int = 1) -> list[ApprovalView]:
+async def wait_for_pending(app: AppFixture | AgentsFixture, count: int = 1) -> list[ApprovalView]:
     found: list[ApprovalView] = []
 
     async def are_pending() -> bool:
@@ -92,7 +95,7 @@ async def wait_for_pending(app: AppFixture, count: int = 1) -> list[ApprovalView
     return found
 
 
-async def pending(app: AppFixture) -> ApprovalView:
+async def pending(app: AppFixture | AgentsFixture) -> ApprovalView:
     [view] = await wait_for_pending(app)
     return view
 
@@ -292,6 +295,52 @@ def test_two_calls_share_a_grant_only_if_they_are_the_same(
     is_same = json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
     assert (ask(one) == ask(other)) is is_same
     assert ask(dict(reversed(one.items()))) == ask(one)
+
+
+@pytest.mark.requirement("SEC13", "T7", "AT14")
+async def test_a_child_is_asked_about_like_its_parent_and_uses_the_grants_of_its_own_agent(
+    tmp_path: Path,
+) -> None:
+    """A child with the tool is no way around the person, and a grant of its parent's agent is not the child's."""
+    payer = Payer()
+
+    def create_tools(operations: Operations) -> list[Tool]:
+        return [*create_session_tools(operations), payer.tool()]
+
+    config = make_agents_config({"id": "main", "default": True, "subagents": {"allowAgents": ["*"]}}, "other")
+    async with open_agents_fixture(
+        config,
+        tmp_path,
+        functions={"main": payer, "other": payer},
+        tools=create_tools,
+    ) as agents:
+        await agents.open_sessions(MAIN)
+
+        async def spawn(agent_id: str) -> str:
+            spawned = await agents.use("sessions_spawn", task="pay", agentId=agent_id, announce="none")
+            assert spawned["status"] == "accepted", spawned
+            return spawned["runId"]
+
+        run_id = await spawn("main")
+        waiting = await pending(agents)
+        assert (waiting.run_id, waiting.agent_id) == (run_id, "main")
+        assert waiting.session_key.startswith("agent:main:subagent:") and payer.paid == []
+        child = Caller.agent("main", waiting.session_key)
+        for caller in (child, Caller.agent("main", MAIN)):
+            with pytest.raises(Forbidden):
+                await agents.operations.approvals.resolve(caller, waiting.id, "allow-always")
+        await agents.operations.approvals.resolve(OPERATOR, waiting.id, "allow-always", "ann")
+        assert (await agents.wait_for_end(run_id)).reply == "paid 5"
+        assert (await agents.wait_for_end(await spawn("main"))).reply == "paid 5", (
+            "the same call of the same agent"
+        )
+        await agents.wait_until_idle()
+        run_id = await spawn("other")
+        waiting = await pending(agents)
+        assert (waiting.run_id, waiting.agent_id) == (run_id, "other")
+        await agents.operations.approvals.resolve(OPERATOR, waiting.id, "deny")
+        await agents.wait_for_end(run_id)
+        assert len(payer.paid) == 2
 
 
 @pytest.mark.requirement("T7")

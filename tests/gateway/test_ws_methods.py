@@ -427,7 +427,9 @@ async def test_a_command_in_a_text_needs_what_its_method_needs(gateway: GatewayF
 
 
 @pytest.mark.requirement("D2", "S8")
-async def test_the_send_policy_is_switched_by_a_text_and_holds_for_all_senders(gateway: GatewayFixture) -> None:
+async def test_the_send_policy_is_switched_by_a_text_and_holds_for_all_senders(
+    gateway: GatewayFixture,
+) -> None:
     async with gateway.client() as client:
         await say(client)
         await client.call("chat.send", sessionKey="main", message="/send off", idempotencyKey="p1")

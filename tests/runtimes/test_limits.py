@@ -199,6 +199,16 @@ async def test_no_redirect_to_another_origin_is_followed(api: Api, library: None
         await runtime.close()
 
 
+@pytest.mark.parametrize("key", ["two\nlines", "schlüssel"])
+async def test_a_key_that_cannot_be_sent_is_reported_as_such_and_not_retried(key: str) -> None:
+    async with asyncio.timeout(BOUND), Provider().running() as provider:
+        spec = replace(spec_for("openai-completions", provider.url), api_key=key)
+        with pytest.raises(ProviderError, match="a character that HTTP does not allow") as caught:
+            await step(spec)
+        assert not caught.value.retryable and key not in str(caught.value)
+        assert provider.received == []
+
+
 @every
 @pytest.mark.parametrize("name", ["x" * 200_000, "a\x1b[31mb", "two\nlines", f"m-{KEY}", "<<<x>>>", "Größe"])
 async def test_a_name_that_is_no_models_is_not_repeated(api: Api, name: str, library: None) -> None:

@@ -170,7 +170,9 @@ class Hub:
         async with self._gateway.app.bus.listen(topic) as events:
             while True:
                 event = await events.get()
-                if event is None or not self.connections:
+                if event is None:
+                    continue
+                if not self.connections:
                     self.run_streams.forget_all_runs()
                     continue
                 try:

@@ -34,7 +34,15 @@ def build_connection_error(spec: ModelSpec, error: httpx2.HTTPError) -> Provider
         return build_provider_error(spec, "unreachable" if unopened else "silent", reason="timed out")
     if isinstance(error, httpx2.ConnectError):
         return build_provider_error(spec, "unreachable")
+    if isinstance(error, httpx2.LocalProtocolError):
+        return build_unsendable_error(spec)
     return build_provider_error(spec, "brokenOff", reason="the connection failed")
+
+
+def build_unsendable_error(spec: ModelSpec) -> ProviderError:
+    """The error for a request that HTTP does not allow, so that it never left this process."""
+    reason = "the API key or a configured header contains a character that HTTP does not allow"
+    return build_provider_error(spec, "rejected", reason=reason)
 
 
 async def build_status_error(spec: ModelSpec, response: httpx2.Response) -> ProviderError:

@@ -28,6 +28,7 @@ from antiphon.runtimes.openai_chat.errors import (
     build_connection_error,
     build_status_error,
     build_stream_error,
+    build_unsendable_error,
 )
 from antiphon.runtimes.openai_chat.reasoning_efforts import load_reasoning_efforts
 from antiphon.runtimes.openai_chat.request import build_request_body
@@ -45,14 +46,17 @@ class CompletionsReader(HttpReader):
         spec = self._spec
         base = (spec.base_url or OPENAI_URL).rstrip("/")
         self._url = httpx2.URL(f"{base}/chat/completions")
-        self._headers = httpx2.Headers(
-            {
-                "authorization": f"Bearer {spec.api_key or PLACEHOLDER_KEY}",
-                "content-type": "application/json",
-                "user-agent": f"antiphon/{__version__}",
-            }
-        )
-        self._headers.update(dict(spec.headers))
+        try:
+            self._headers = httpx2.Headers(
+                {
+                    "authorization": f"Bearer {spec.api_key or PLACEHOLDER_KEY}",
+                    "content-type": "application/json",
+                    "user-agent": f"antiphon/{__version__}",
+                }
+            )
+            self._headers.update(dict(spec.headers))
+        except UnicodeEncodeError:
+            raise build_unsendable_error(spec) from None
         self._prices = Prices(spec, f"{base}/")
         self._counters = TokenCounters(spec, f"{base}/")
         self._efforts: Mapping[str, str | None] | None = None
