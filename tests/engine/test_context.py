@@ -225,7 +225,7 @@ async def test_only_a_run_that_left_no_answer_is_said_to_have_none(
 
     async with open_test_store(tmp_path) as store:
         await store.tx(write)
-        loaded = await store.read(context.load, 7, 2, None)
+        loaded = await store.read(context.load_model_context, 7, 2, None)
     between = [context.SILENT_TURN_TEXT] if noted else []
     shown = [
         message.text if isinstance(message, AssistantMessage) else getattr(message, "content", None)
@@ -359,7 +359,7 @@ def test_damaged_entries_do_not_brick_a_session(
     async def loaded(path: Path) -> ModelContext:
         async with open_test_store(path) as store:
             await store.tx(_write, bodies)
-            return await store.read(context.load, 7, 1, None)
+            return await store.read(context.load_model_context, 7, 1, None)
 
     found = asyncio.run(loaded(tmp_path_factory.mktemp("damaged")))
     assert problem(context.repair_messages(found.messages)) is None
@@ -476,7 +476,7 @@ async def _load(path: Path, messages: Sequence[Message], window: int | None) -> 
     bodies = [(str(message.__struct_config__.tag), encode_message(message)) for message in messages]
     async with open_test_store(path) as store:
         await store.tx(_write, bodies)
-        return await store.read(context.load, 7, len(bodies), window)
+        return await store.read(context.load_model_context, 7, len(bodies), window)
 
 
 @pytest.mark.requirement("G26")
@@ -528,7 +528,7 @@ async def test_what_was_left_out_before_is_counted_with_the_rest(tmp_path: Path)
         assert shortened and kept == 200
         entry = Entry(501, "c", "compaction", encode_message(shortened), 1)
         await store.tx(transcripts.append_raw, 7, None, entry)
-        found = await store.read(context.load, 7, 320, 10_000)
+        found = await store.read(context.load_model_context, 7, 320, 10_000)
     notice, question, *tail = found.messages
     assert isinstance(notice, CompactionEntry) and question == said[319] and tail == said[-len(tail) :]
     assert notice.summary == f"[Earlier messages left out here: {500 - len(tail) - 1}]"

@@ -100,7 +100,7 @@ def _build_end_event(ended: EndedRun) -> RunChanged:
         error=ending.error,
         model=ending.model_answered,
         started_at=ended.started_at,
-        ended_at=None if ended.started_at is None else ended.at,
+        ended_at=None if ended.started_at is None else ended.ended_at,
         usage=RunUsage(input=usage["input"], output=usage["output"], cost=usage["cost"]) if usage else None,
         quiet=run.origin in QUIET_ORIGINS,
         needs_sanitizing=run.origin in SANITIZED_ORIGINS,

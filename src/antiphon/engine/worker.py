@@ -1,7 +1,7 @@
 """Claims, executes, ends and stops the runs of one process, lane by lane.
 
 A worker keeps nothing in memory that must survive a crash. `active_runs` are the runs that it executes; after a crash,
-another process resumes them from their transcripts. What follows from a commit is applied here (`apply_effects`).
+another process resumes them from their transcripts. What a commit leads to is applied here (`apply_effects`).
 """
 
 from __future__ import annotations
@@ -160,16 +160,16 @@ class Worker:
 
     async def apply_effects(self, effects: Effects) -> None:
         """Publish what a commit led to, wake the lanes of queued runs, and ask the owners of runs to stop them."""
-        for step in effects.steps:
-            match step:
+        for item in effects.items:
+            match item:
                 case EndedRun():
-                    self._events.publish_ended_run(step)
+                    self._events.publish_ended_run(item)
                 case AcceptedRun():
-                    await self.dispatch_accepted_run(step)
+                    await self.dispatch_accepted_run(item)
                 case StopRequested():
-                    self._bus.publish(STOP_TOPIC, step)
+                    self._bus.publish(STOP_TOPIC, item)
                 case ExpiredApproval():
-                    approval_rows.publish_approval(self._bus, step.session, step.event)
+                    approval_rows.publish_approval(self._bus, item.session, item.event)
         if effects.has_deliveries:
             self._outbox.wake()
 

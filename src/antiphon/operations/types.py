@@ -561,7 +561,7 @@ def build_approval_view(event: ApprovalChanged) -> ApprovalView:
 
 
 class GrantView(_View, frozen=True, kw_only=True):
-    """A call that a person allowed for good."""
+    """A call that is always allowed."""
 
     id: str
     agent_id: str

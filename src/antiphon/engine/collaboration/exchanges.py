@@ -18,7 +18,7 @@ from antiphon.engine.collaboration.prompts import ExchangeSides
 from antiphon.engine.outbox import delivery_rows, sanitize
 from antiphon.engine.outbox.delivery_rows import NewDelivery
 from antiphon.engine.runs import run_queue
-from antiphon.engine.runs.effects import DELIVERY_POSTED, NO_EFFECTS, CompletedStep, Effects
+from antiphon.engine.runs.effects import DELIVERIES_DUE, NO_EFFECTS, CompletedStep, Effects
 from antiphon.engine.runs.run_queue import ANNOUNCE_ORIGIN, REPLY_BACK_ORIGIN, AcceptedRun, Submission
 from antiphon.messages import (
     INJECTED_MODEL,
@@ -96,7 +96,7 @@ async def check_repeated_exchange(tx: Tx, id: str, requester: int | None, target
         message,
         message.replace("\0", "\ufffd"),
     }:
-        raise run_queue.make_idempotency_conflict(id)
+        raise run_queue.build_idempotency_conflict_error(id)
     return True
 
 
@@ -326,7 +326,7 @@ async def _finish_announce(tx: Tx, exchange: Row, step: CompletedStep, now: int)
         exchange=exchange["n"],
     )
     await delivery_rows.enqueue_delivery(tx, delivery, now)
-    return await _settle_exchange(tx, exchange, "pending", now) + DELIVERY_POSTED
+    return await _settle_exchange(tx, exchange, "pending", now) + DELIVERIES_DUE
 
 
 async def _settle_exchange(

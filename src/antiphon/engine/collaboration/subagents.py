@@ -21,7 +21,7 @@ from antiphon.engine.collaboration.task_rows import SQL, TaskOptions
 from antiphon.engine.outbox import delivery_rows, sanitize
 from antiphon.engine.outbox.delivery_rows import Destination, NewDelivery
 from antiphon.engine.runs import run_queue
-from antiphon.engine.runs.effects import DELIVERY_POSTED, NO_EFFECTS, CompletedStep, Effects, RunOutcome
+from antiphon.engine.runs.effects import DELIVERIES_DUE, NO_EFFECTS, CompletedStep, Effects, RunOutcome
 from antiphon.engine.runs.run_queue import ANNOUNCE_ORIGIN, AcceptedRun, Submission
 from antiphon.engine.sessions import session_rows
 from antiphon.engine.sessions.session_rows import NewSession
@@ -271,7 +271,7 @@ async def _report_and_settle(tx: Tx, task: Row, announcement: str | None, now: i
         task=task["n"],
     )
     await delivery_rows.enqueue_delivery(tx, delivery, now)
-    return queued.effects + await _settle_task(tx, task, report, "pending", now) + DELIVERY_POSTED
+    return queued.effects + await _settle_task(tx, task, report, "pending", now) + DELIVERIES_DUE
 
 
 async def _settle_task(tx: Tx, task: Row, report: TaskReport | None, announced: str, now: int) -> Effects:

@@ -79,7 +79,7 @@ async def load_known_task(tx: Tx, id: str, requester: int, digest: str) -> Row |
     """
     before = await load_task(tx, id)
     if before is not None and (before["requester"], before["digest"]) != (requester, digest):
-        raise run_queue.make_idempotency_conflict(id)
+        raise run_queue.build_idempotency_conflict_error(id)
     return before
 
 

@@ -81,8 +81,8 @@ async def pop_runs_answered_by(tx: Tx, wake: str) -> list[Row]:
     return runs
 
 
-async def stop_waiting(tx: Tx, session: int) -> list[tuple[int, str]]:
-    """Stop a session from being woken. Returns the exchanges left without an answer, each with its run."""
+async def cancel_pending_wakes(tx: Tx, session: int) -> list[tuple[int, str]]:
+    """Cancel the wakes that a session waits for. Returns the exchanges left without an answer, each with its run."""
     row = await tx.one(SESSIONS_SQL.by_id, id=session)
     if row is None or (row["yielded"] is None and row["yield_run"] is None):
         return []

@@ -21,14 +21,14 @@ from antiphon.store import Row, Store, Tx
 
 DEFAULT_APPROVAL_TIMEOUT_SECONDS = 1800.0
 MAX_QUESTION_CHARACTERS = 8000  # a person reads all of it; a longer call is refused
-KEPT_APPROVALS_PER_SESSION = 500
-MAX_WAIT_SECONDS = 5.0  # then the clock is read again, which may run differently from the event loop's
+MAX_STORED_APPROVALS_PER_SESSION = 500
+APPROVAL_RECHECK_SECONDS = 5.0  # then the store's clock is read again, which may drift from the event loop's
 
 
 async def open_approval(
     tx: Tx, claim: Claim, tool: str, call: str, question: ApprovalQuestion, expires_at: int, now: int
 ) -> Row:
-    """Return the approval of a call. A new one is pending, unless a person has allowed this call for good."""
+    """Return the approval of a call. A new one is pending, unless a person always allows this call."""
     await lifecycle.commit_messages(
         tx, claim, [], now
     )  # fenced; and a run that waits for a person makes progress
@@ -54,7 +54,7 @@ async def open_approval(
             expires_at=expires_at,
             decided_at=None if grant is None else now,
         )
-        await tx.do(SQL.delete_oldest, session=claim.session, kept=KEPT_APPROVALS_PER_SESSION)
+        await tx.do(SQL.delete_oldest, session=claim.session, kept=MAX_STORED_APPROVALS_PER_SESSION)
     return row
 
 
@@ -153,7 +153,7 @@ class ApprovalGate:
         approval_id, expires_at = row["id"], row["expires_at"]
         while (left := expires_at - self._clock.now()) > 0:
             await approval_rows.wait_for_change(
-                self._store, self._bus, approval_id, min(left / 1000, MAX_WAIT_SECONDS)
+                self._store, self._bus, approval_id, min(left / 1000, APPROVAL_RECHECK_SECONDS)
             )
             current = await self._store.read(approval_rows.load_approval, approval_id)
             if current is None or current["state"] != "pending":

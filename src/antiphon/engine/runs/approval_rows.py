@@ -30,10 +30,10 @@ SQL = Queries("approvals")
 ApprovalDecision: TypeAlias = Literal["allow-once", "allow-always", "deny"]
 
 MAX_GRANTS = 1000
-REREAD_SECONDS = 1.0  # of silence, after which the row is read again
+APPROVAL_REREAD_SECONDS = 1.0  # of silence, after which the row is read again
 APPROVAL_ID_BYTES = 5
 MAX_SPACES_SHOWN = 40
-_UNSEEN_CATEGORIES = frozenset({"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs"})
+_INVISIBLE_UNICODE_CATEGORIES = frozenset({"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs"})
 _UNSEEN_LETTERS_AND_MARKS = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
@@ -57,7 +57,7 @@ def format_question(text: str) -> str:
 def _is_unseen(character: str) -> bool:
     if character in " \n":
         return False
-    return unicodedata.category(character) in _UNSEEN_CATEGORIES or bool(
+    return unicodedata.category(character) in _INVISIBLE_UNICODE_CATEGORIES or bool(
         _UNSEEN_LETTERS_AND_MARKS.match(character)
     )
 
@@ -103,7 +103,7 @@ async def decide_approval(
     Raises:
         NotFound: there is no such approval.
         Conflict: it was decided otherwise, or has expired.
-        InvalidInput: the call cannot be allowed for good.
+        InvalidInput: this call cannot be always allowed.
     """
     row = await tx.one(SQL.by_id, id=approval_id)
     if row is None:
@@ -239,4 +239,4 @@ async def wait_for_change(store: Store, bus: EventBus, approval_id: str, timeout
             left = until - loop.time()
             if row is None or row["state"] != "pending" or left <= 0:
                 return
-            await events.get(min(REREAD_SECONDS, left))
+            await events.get(min(APPROVAL_REREAD_SECONDS, left))

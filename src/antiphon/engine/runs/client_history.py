@@ -1,4 +1,4 @@
-"""What a client keeps of a conversation itself: messages the session may lack, and calls of the client's own tools."""
+"""Reconciles a client's copy of a conversation with the transcript, and finds calls of the client's own tools."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import TypeAlias
 
+from antiphon.engine.runs.context import ENTRIES_PER_PAGE
 from antiphon.engine.runs.run_queue import RunOptions, decode_options
 from antiphon.engine.sessions import transcripts
 from antiphon.messages import AssistantMessage, CompactionEntry, TextBlock, ToolCall, ToolResult, UserMessage
@@ -17,8 +18,7 @@ SQL = Queries("transcripts")
 RUNS_SQL = Queries("runs")
 MAX_ENTRIES_COMPARED = 1000  # entries of a session compared with the earlier messages of a request
 MAX_BYTES_COMPARED = 8 * 2**20
-ENTRIES_PER_PAGE = 64
-MAX_STARTS_TRIED = 32  # positions in the client's messages tried as the start of the compared entries
+MAX_ALIGNMENT_ATTEMPTS = 32  # positions in the client's messages tried as the start of the compared entries
 
 
 async def load_client_calls(tx: Tx, run_id: str) -> list[ToolCall]:
@@ -71,7 +71,7 @@ def _count_known(
     anywhere = frozenset[MessageIdentity]().union(*known)
     starts = (at for at, identity in enumerate(earlier) if identity in anywhere)
     best = 0
-    for start in islice(starts, MAX_STARTS_TRIED):
+    for start in islice(starts, MAX_ALIGNMENT_ATTEMPTS):
         best = max(best, start + _count_in_order(earlier[start:], known))
         if best == len(earlier):
             break

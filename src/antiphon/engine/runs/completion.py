@@ -1,4 +1,4 @@
-"""Work that follows from the end of a run, done in the commit that ends it."""
+"""Work that a finished run triggers, done in the commit that ends it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from antiphon.engine.collaboration import exchanges, subagents, task_rows, yield
 from antiphon.engine.outbox import delivery_rows, sanitize
 from antiphon.engine.outbox.delivery_rows import Destination, NewDelivery
 from antiphon.engine.runs import run_queue
-from antiphon.engine.runs.effects import DELIVERY_POSTED, NO_EFFECTS, CompletedStep, Effects
+from antiphon.engine.runs.effects import DELIVERIES_DUE, NO_EFFECTS, CompletedStep, Effects
 from antiphon.engine.runs.run_queue import NOTE_ORIGIN, WAKE_ORIGIN, Submission
 from antiphon.messages import INJECTED_MODEL, AssistantMessage, Provenance, TextBlock
 from antiphon.store import Row, Tx
@@ -39,20 +39,20 @@ async def load_reply_target(tx: Tx, run_id: str | None) -> ReplyTarget | None:
 
 
 async def complete_step(tx: Tx, step: CompletedStep, now: int) -> Effects:
-    """Pass on the outcome of a run that belongs to an exchange, a task or a chat that waits for its reply."""
+    """Deliver the outcome of a run that belongs to an exchange, a task or a chat that waits for its reply."""
     effects, answer = NO_EFFECTS, step
     if step.yielded and not await yields.finish_yielded_run(tx, step.run_id):
         # It was stopped after it yielded: no run will answer for it.
         answer = msgspec.structs.replace(step, yielded=False, state="cancelled", reply=None)
     if not answer.yielded:
-        effects += await _pass_on_outcome(tx, answer, now)
+        effects += await _deliver_outcome(tx, answer, now)
     if step.task is not None:
         effects += await subagents.advance_task(tx, step, now)
     return effects
 
 
-async def _pass_on_outcome(tx: Tx, step: CompletedStep, now: int) -> Effects:
-    """Pass the outcome of a run to its exchange and reply target, and to those of the runs it answers for."""
+async def _deliver_outcome(tx: Tx, step: CompletedStep, now: int) -> Effects:
+    """Deliver the outcome of a run to its exchange and reply target, and to those of the runs it answers for."""
     effects, answered_targets = list[Effects](), set[str]()
     answered: list[Row] = (
         await yields.pop_runs_answered_by(tx, step.run_id) if step.origin == WAKE_ORIGIN else []
@@ -69,9 +69,9 @@ async def _pass_on_outcome(tx: Tx, step: CompletedStep, now: int) -> Effects:
     return Effects.combine(effects)
 
 
-async def stop_waiting(tx: Tx, session: int, now: int) -> None:
-    """Stop a session from being woken; the exchanges of its yielded runs end without a reply."""
-    for exchange, run_id in await yields.stop_waiting(tx, session):
+async def cancel_pending_wakes(tx: Tx, session: int, now: int) -> None:
+    """Cancel the wakes that a session waits for; the exchanges of its yielded runs end without a reply."""
+    for exchange, run_id in await yields.cancel_pending_wakes(tx, session):
         await exchanges.abandon_exchange(tx, exchange, run_id, now)
 
 
@@ -99,7 +99,7 @@ async def _post_reply(tx: Tx, step: CompletedStep, requesting_run: str, target: 
         entry_run=entry_run,
     )
     await delivery_rows.enqueue_delivery(tx, delivery, now)
-    return effects + DELIVERY_POSTED
+    return effects + DELIVERIES_DUE
 
 
 def _build_reply_note(

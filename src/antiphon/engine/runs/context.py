@@ -1,9 +1,10 @@
 """Builds the messages a model is shown from a transcript.
 
 The transcript is the checkpoint, so any prefix of it must give a valid request: every tool call is followed directly by
-its results, no result stands alone, and a stopped or failed turn has a notice in place of its answer. `load` adds the
-notice where one of our runs left no answer; consecutive questions from a client or an import stay as they are.
-`repair_messages` ensures the rest, whatever a crash or an import left behind. Stored entries are never changed.
+its results, no result stands alone, and a stopped or failed turn has a notice in place of its answer.
+`load_model_context` adds the notice where one of our runs left no answer; consecutive questions from a client or an
+import stay as they are. `repair_messages` ensures the rest, whatever a crash or an import left behind. Stored entries
+are never changed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from antiphon.messages import (
 from antiphon.store import Row, Tx
 
 ENTRIES_PER_PAGE = 64  # entries fetched at once, which limits the memory for large ones
-CHARACTERS_PER_TOKEN = 4  # a rule of thumb that errs on the long side for text in Latin script
+CHARACTERS_PER_TOKEN = 4  # a rule of thumb that overestimates Latin-script text
 MESSAGE_OVERHEAD_TOKENS = 8  # of a message besides its text
 IMAGE_TOKENS = 1200  # regardless of its size in bytes
 MIN_CUT_TOKENS = 32  # a summary of less could not be shorter
@@ -63,7 +64,7 @@ class NumberedMessage(NamedTuple):
 class ModelContext(msgspec.Struct):
     """Numbered messages, oldest first, as stored in the transcript (not yet repaired).
 
-    The notice for a missing answer has the number of the question after it.
+    A missing-answer notice takes the number of the following question.
     """
 
     seqs: list[int] = msgspec.field(default_factory=list[int])
@@ -81,11 +82,11 @@ class ModelContext(msgspec.Struct):
         return sum(estimate_tokens(message) for message in self.messages)
 
 
-async def load(tx: Tx, transcript: int, question: int, window: int | None) -> ModelContext:
+async def load_model_context(tx: Tx, transcript: int, question: int, window: int | None) -> ModelContext:
     """Load the messages since the latest compaction, at most about twice `window` tokens.
 
     The entry numbered `question`, which the run answers, is always included, however long its answer already is. A
-    notice replaces the entries that are left out.
+    notice replaces the omitted entries.
     """
     head = await load_latest_compaction(tx, transcript)
     since = head[1].first_kept_seq if head else 1
@@ -260,7 +261,7 @@ def _is_question(message: Message) -> bool:
 
 
 def _mark_if_incomplete(message: AssistantMessage) -> AssistantMessage:
-    """Return the answer, with a notice at its end if it is incomplete. Partial thinking is left out."""
+    """Return the answer, with a notice at its end if it is incomplete. Partial thinking is omitted."""
     note = _find_incomplete_text(message)
     if note is None:
         return message
@@ -313,7 +314,7 @@ def estimate_tokens(message: Message) -> int:
     )
 
 
-def _name_speaker(message: Message) -> str:
+def _get_speaker_label(message: Message) -> str:
     """Name the role of a message; text from another session has no role in this one."""
     if isinstance(message, UserMessage | AssistantMessage) and message.provenance is not None:
         return f"data from elsewhere ({message.provenance.kind})"
@@ -403,4 +404,5 @@ def render_as_text(messages: Sequence[Message], limit: int) -> str:
 
 def _render_line(message: Message, max_characters: int) -> str:
     """Render a message on one line; text with line breaks could imitate another message."""
-    return f"{_name_speaker(message)}: {' '.join(' '.join(_collect_text_pieces(message)).split())[:max_characters]}"
+    text = " ".join(" ".join(_collect_text_pieces(message)).split())
+    return f"{_get_speaker_label(message)}: {text[:max_characters]}"

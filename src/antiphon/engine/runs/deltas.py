@@ -29,7 +29,7 @@ class DeltaStream:
         self._run_id = run_id
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._next_at = 0.0
+        self._next_flush_at = 0.0
         self._number = 0
         self._text: list[str] = []
         self._thinking: list[str] = []
@@ -84,13 +84,13 @@ class DeltaStream:
     def _schedule_flush(self) -> None:
         if self._timer is None:
             now = self._loop.time()
-            if now >= self._next_at:
+            if now >= self._next_flush_at:
                 self.flush()
             else:
-                self._timer = self._loop.call_at(self._next_at, self.flush)
+                self._timer = self._loop.call_at(self._next_flush_at, self.flush)
 
     def _publish_delta(self, text: str = "", *, restart: bool = False) -> None:
-        self._next_at = self._loop.time() + DELTA_INTERVAL_SECONDS
+        self._next_flush_at = self._loop.time() + DELTA_INTERVAL_SECONDS
         self._number += 1
         has_content = text or self._thinking or restart  # the sanitizer may hold back all of it
         if has_content and not self._quiet and self._bus.has_listeners(self._topic):

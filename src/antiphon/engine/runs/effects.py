@@ -77,14 +77,14 @@ class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
     run: RunIdentity
     ending: RunEnding
     entries: Sequence[Entry] = ()
-    at: int
+    ended_at: int
     started_at: int | None = None
     """None if the run ended without having been executed here."""
     usage: Row | None = None
 
 
 class ExpiredApproval(msgspec.Struct, frozen=True):
-    """An approval that the run of a session does not wait for any more."""
+    """An approval that expired when its run ended."""
 
     session: int
     event: ApprovalChanged
@@ -93,7 +93,7 @@ class ExpiredApproval(msgspec.Struct, frozen=True):
 class Effects(msgspec.Struct, frozen=True):
     """What a commit leads to, in the order in which it is published. Combined with `+`, in loops with `combine`."""
 
-    steps: tuple[EndedRun | AcceptedRun | StopRequested | ExpiredApproval, ...] = ()
+    items: tuple[EndedRun | AcceptedRun | StopRequested | ExpiredApproval, ...] = ()
     """Runs that ended, runs that were queued, active runs whose owner must stop them, and approvals that expired."""
     has_deliveries: bool = False
     """Whether the outbox has something to send."""
@@ -108,20 +108,20 @@ class Effects(msgspec.Struct, frozen=True):
         """Return the effects of all parts. Use it for loops: adding one by one copies everything before."""
         parts = list(parts)
         return cls(
-            tuple(step for part in parts for step in part.steps), any(part.has_deliveries for part in parts)
+            tuple(item for part in parts for item in part.items), any(part.has_deliveries for part in parts)
         )
 
     def __add__(self, other: Effects) -> Effects:
-        return Effects(self.steps + other.steps, self.has_deliveries or other.has_deliveries)
+        return Effects(self.items + other.items, self.has_deliveries or other.has_deliveries)
 
     @property
     def ended_runs(self) -> list[EndedRun]:
-        return [step for step in self.steps if isinstance(step, EndedRun)]
+        return [item for item in self.items if isinstance(item, EndedRun)]
 
     @property
     def stop_requests(self) -> list[str]:
         """Ids of the runs whose owner must stop them."""
-        return [step.run_id for step in self.steps if isinstance(step, StopRequested)]
+        return [item.run_id for item in self.items if isinstance(item, StopRequested)]
 
     @property
     def stopped_run_ids(self) -> list[str]:
@@ -130,4 +130,4 @@ class Effects(msgspec.Struct, frozen=True):
 
 
 NO_EFFECTS = Effects()
-DELIVERY_POSTED = Effects(has_deliveries=True)
+DELIVERIES_DUE = Effects(has_deliveries=True)

@@ -44,7 +44,7 @@ FORCED_TIMEOUT_ENDING = RunEnding(
 
 
 async def end_run(tx: Tx, run: RunIdentity, ending: RunEnding, last_seq: int | None, now: int) -> Effects:
-    """End a run: the only way out of the states `queued` and `running`. Returns what follows from it."""
+    """End a run. The only function that does; returns what the end leads to."""
     await tx.do(
         SQL.end,
         n=run.n,
@@ -58,7 +58,10 @@ async def end_run(tx: Tx, run: RunIdentity, ending: RunEnding, last_seq: int | N
         now=now,
     )
     expired = NO_EFFECTS
-    if last_seq is not None and ending.state not in {"ok", "incomplete"}:  # then all its calls have returned
+    if last_seq is not None and ending.state not in {
+        "ok",
+        "incomplete",
+    }:  # for these states, all calls have returned
         events = await approval_rows.expire_approvals_of_run(tx, run.run_id, now)
         expired = Effects(tuple(ExpiredApproval(run.session, event) for event in events))
     if run.exchange is None and run.task is None and run.target is None and run.origin != WAKE_ORIGIN:
@@ -111,13 +114,13 @@ async def end_run_without_worker(tx: Tx, row: Row, ending: RunEnding, now: int) 
         entries = await transcripts.append(tx, row["transcript"], seq, row["n"], messages, now)
     run = identify_run(row, key, session_id)
     effects = await end_run(tx, run, ending, last_seq, now)
-    return Effects((EndedRun(run=run, ending=ending, entries=entries, at=now),)) + effects
+    return Effects((EndedRun(run=run, ending=ending, entries=entries, ended_at=now),)) + effects
 
 
 async def _end_queued_run(tx: Tx, row: Row, ending: RunEnding, now: int) -> Effects:
     run = identify_run(row, row["key"], "")
     effects = await end_run(tx, run, ending, None, now)
-    return Effects((EndedRun(run=run, ending=ending, at=now),)) + effects
+    return Effects((EndedRun(run=run, ending=ending, ended_at=now),)) + effects
 
 
 def identify_run(row: Row, session_key: str, session_id: str) -> RunIdentity:
@@ -149,7 +152,7 @@ async def cancel_runs(tx: Tx, session: int, run_id: str | None, now: int) -> Eff
                 ended.append(await _end_queued_run(tx, row, STOPPED_BEFORE_START_ENDING, now))
         return Effects.combine(ended)
     for member in await tx.all(SQL.active_tree, session=session):
-        await _prevent_wakes(tx, member["id"], now)
+        await _mute_and_cancel_wakes(tx, member["id"], now)
         if member["id"] != session or run_id is None:
             for row in await tx.all(SQL.queued_in_session, session=member["id"]):
                 # Notes are not stopped: they record what has already happened.
@@ -163,15 +166,15 @@ async def cancel_runs(tx: Tx, session: int, run_id: str | None, now: int) -> Eff
     return Effects.combine([*ended, *reports, Effects(tuple(stop_requests))])
 
 
-async def _prevent_wakes(tx: Tx, session: int, now: int) -> None:
-    """Keep a session from being woken by its sub-agents."""
+async def _mute_and_cancel_wakes(tx: Tx, session: int, now: int) -> None:
+    """Keep a session from being woken by its sub-agents: neither by later reports nor by those it waits for."""
     await tx.do(TASKS_SQL.mute, requester=session)
-    await completion.stop_waiting(tx, session, now)
+    await completion.cancel_pending_wakes(tx, session, now)
 
 
 async def _cancel_descendants(tx: Tx, session: int, now: int) -> Effects:
     """Stop all sub-agents of a session, but not the session itself."""
-    await _prevent_wakes(tx, session, now)
+    await _mute_and_cancel_wakes(tx, session, now)
     children = await tx.all(SQL.active_children, session=session)
     return Effects.combine([await cancel_runs(tx, child["id"], None, now) for child in children])
 

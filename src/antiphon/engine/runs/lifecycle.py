@@ -24,7 +24,7 @@ from antiphon.engine.runs import endings
 from antiphon.engine.runs.client_history import find_unknown_messages
 from antiphon.engine.runs.context import build_interrupted_result
 from antiphon.engine.runs.effects import (
-    DELIVERY_POSTED,
+    DELIVERIES_DUE,
     NO_EFFECTS,
     Effects,
     EndedRun,
@@ -46,9 +46,8 @@ log = logging.getLogger(__name__)
 SQL = Queries("runs")
 SESSIONS_SQL = Queries("sessions")
 
-MIN_SUSPECT_INTERRUPTIONS = (
-    3  # without progress, then a run is a crash suspect; leaves two attempts in quarantine
-)
+MIN_SUSPECT_INTERRUPTIONS = 3
+"""After this many interruptions without progress a run is a crash suspect; leaves two attempts in quarantine."""
 STORE_FULL_RETRY_SECONDS = 1.0  # on average; jitter keeps waiting runs from retrying all at once
 MAX_RUNS_SKIPPED_PER_CLAIM = 1000  # runs (such as expired ones) that one claim may end without executing them
 
@@ -147,8 +146,8 @@ async def _append_note(tx: Tx, row: Row, now: int) -> Effects:
     await transcripts.append_raw(tx, lane["transcript"], row["n"], entry)
     await tx.do(SQL.complete_note, n=row["n"], transcript=lane["transcript"], seq=entry.seq, now=now)
     run = endings.identify_run(row, session["key"], session["session_id"])
-    ended = EndedRun(run=run, ending=RunEnding(state="ok"), entries=[entry], at=now)
-    return Effects((ended,)) + DELIVERY_POSTED  # deliveries that waited for this entry can be sent now
+    ended = EndedRun(run=run, ending=RunEnding(state="ok"), entries=[entry], ended_at=now)
+    return Effects((ended,)) + DELIVERIES_DUE  # deliveries that waited for this entry can be sent now
 
 
 async def _discard_damaged_note(tx: Tx, row: Row, reason: str, now: int) -> Effects:
@@ -156,10 +155,10 @@ async def _discard_damaged_note(tx: Tx, row: Row, reason: str, now: int) -> Effe
     session = await tx.one(SESSIONS_SQL.key_by_id, id=row["session"])
     assert session is not None
     run = endings.identify_run(row, session["key"], session["session_id"])
-    run = msgspec.structs.replace(run, target=None, exchange=None, task=None)  # it leads to nothing
+    run = msgspec.structs.replace(run, target=None, exchange=None, task=None)  # it triggers nothing
     ending = RunEnding(state="error", error_code=InvalidInput.code, error=reason)
     await endings.end_run(tx, run, ending, None, now)
-    return Effects((EndedRun(run=run, ending=ending, at=now),))
+    return Effects((EndedRun(run=run, ending=ending, ended_at=now),))
 
 
 def _compute_deadline(row: Row, claimant: Claimant) -> int:
@@ -319,9 +318,9 @@ async def finish_run(
         effects += skipped
     usage = await tx.one(SQL.sum_usage, id=claim.run_id) if ending.has_usage else None
     ended = EndedRun(
-        run=claim, ending=ending, entries=entries, at=now, started_at=claim.started_at, usage=usage
+        run=claim, ending=ending, entries=entries, ended_at=now, started_at=claim.started_at, usage=usage
     )
-    return Effects((ended, *effects.steps), effects.has_deliveries), next_claim
+    return Effects((ended, *effects.items), effects.has_deliveries), next_claim
 
 
 async def _record_usage(tx: Tx, claim: Claim, messages: Sequence[Message], now: int) -> None:

@@ -202,7 +202,7 @@ class RunLoop:
             self._context.add(claim.first_seq, decode_message(claim.input))
             return
         loaded = await self._store.read(
-            context.load, claim.transcript, claim.first_seq, runtime.context_window
+            context.load_model_context, claim.transcript, claim.first_seq, runtime.context_window
         )
         for seq, message in zip(loaded.seqs, loaded.messages, strict=True):
             if runtime.reads_history or seq >= claim.first_seq:
@@ -366,7 +366,7 @@ class RunLoop:
     async def _invoke_when_allowed(
         self, call: ToolCall, tool: Tool | None, *, resumed: bool
     ) -> ToolOutput | None:
-        """Make a call once a person has allowed it, if it needs that. Returns None if it was interrupted before."""
+        """Make a call once it is approved, if it needs that. Returns None if it may already have run before a crash."""
         setup, claim = self._setup, self._claim
         if tool is not None and tool.may_ask and find_call_error(call, setup.tools) is None:
             request = build_request(call, setup.caller, claim)

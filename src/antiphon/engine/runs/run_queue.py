@@ -173,7 +173,7 @@ async def _load_accepted_run(tx: Tx, submission: Submission) -> AcceptedRun:
             max=submission.max_queued,
         )
     if row["digest"] != submission.digest:
-        raise make_idempotency_conflict(submission.run_id)
+        raise build_idempotency_conflict_error(submission.run_id)
     return AcceptedRun(row["id"], row["session"], submission.session_key, row["state"], new=False)
 
 
@@ -189,11 +189,11 @@ async def record_command(
         return True
     before = await tx.one(SQL.find_accepted, id=run_id)
     if before is None or before["digest"] != digest:
-        raise make_idempotency_conflict(run_id)
+        raise build_idempotency_conflict_error(run_id)
     return False
 
 
-def make_idempotency_conflict(run_id: str) -> Conflict:
+def build_idempotency_conflict_error(run_id: str) -> Conflict:
     return Conflict(
         f"The idempotency key {run_id!r} was already used for another message.",
         "Use a new key for a new message.",
