@@ -19,8 +19,8 @@ GROUP, CHILD = "agent:main:discord:group:1", "agent:main:subagent:1"
 NAMES = ("AGENTS.md", "SOUL.md", "USER.md", "IDENTITY.md", "TOOLS.md", "MEMORY.md")
 
 
-def make_agent(workspace: Path, **settings: int) -> AgentConfig:
-    entry = {"id": "main", "workspace": str(workspace), **settings}
+def make_agent(workspace: Path | None, **settings: int) -> AgentConfig:
+    entry = {"id": "main", **({"workspace": str(workspace)} if workspace else {}), **settings}
     config, warnings = parse({"agents": {"list": [entry]}})
     assert warnings == ()
     return config.get_agent("main")
@@ -70,6 +70,26 @@ async def test_a_file_is_read_again_only_after_it_changed(
     assert "kind" in await reader.read(agent, MAIN)
     (tmp_path / "SOUL.md").unlink()
     assert await reader.read(agent, MAIN) == ""
+
+
+async def test_unchanged_files_of_the_state_directory_cost_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = tmp_path / "workspaces" / "main"
+    reader, agent = BootstrapReader(tmp_path), make_agent(None)
+    assert await reader.read(agent, MAIN) == ""
+    workspace.mkdir(parents=True)
+    (workspace / "SOUL.md").write_text("calm")
+    assert "calm" in await reader.read(agent, MAIN)
+
+    async def refuse_thread(*_: object) -> None:
+        pytest.fail("used a thread")
+
+    monkeypatch.setattr(bootstrap.asyncio, "to_thread", refuse_thread)
+    assert "calm" in await reader.read(agent, MAIN)
+    monkeypatch.undo()
+    (workspace / "SOUL.md").write_text("very kind")
+    assert "very kind" in await reader.read(agent, MAIN)
 
 
 @pytest.mark.requirement("AT11")

@@ -7,6 +7,7 @@ have other readers; a sub-agent reads what describes the work. Files that do not
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,43 +28,38 @@ HEADING = "# Files of your workspace"
 
 
 class _FileVersion(NamedTuple):
+    name: str
     modified_ns: int
     size: int
     inode: int
 
 
 class BootstrapReader:
-    """Reads the files for system prompts, and keeps their texts until they change."""
+    """Reads the files for system prompts, and keeps what they contribute until one of them changes."""
 
     def __init__(self, state_dir: Path) -> None:
         self._state_dir = state_dir
-        self._texts: dict[Path, tuple[_FileVersion, str]] = {}
+        self._workspaces: dict[str, Path] = {}
+        self._contributions: dict[tuple[str, Sequence[str]], tuple[Sequence[_FileVersion], str]] = {}
 
     async def read(self, agent: AgentConfig, session_key: str) -> str:
         """Return the part of the system prompt that the agent's workspace contributes; empty without such files."""
-        workspace = locate_agent_workspace(agent, self._state_dir)
+        workspace = self._workspaces.get(agent.id)
+        if workspace is None:
+            workspace = self._workspaces[agent.id] = locate_agent_workspace(agent, self._state_dir)
         names = select_file_names(session_key)
-        texts = await asyncio.to_thread(self._load_texts, workspace, names)
-        if not texts:
-            return ""
-        return format_files(texts, agent.bootstrap_max_chars, agent.bootstrap_total_max_chars)
-
-    def _load_texts(self, workspace: Path, names: Sequence[str]) -> list[tuple[str, str]]:
-        found: list[tuple[str, str]] = []
-        for name in names:
-            path = workspace / name
-            try:
-                status = path.stat()
-            except OSError:
-                self._texts.pop(path, None)
-                continue
-            version = _FileVersion(status.st_mtime_ns, status.st_size, status.st_ino)
-            known = self._texts.get(path)
-            if known is None or known[0] != version:
-                known = self._texts[path] = (version, _read_text(workspace, name))
-            if known[1].strip():
-                found.append((name, known[1]))
-        return found
+        if (
+            agent.workspace is None
+        ):  # the state directory is on a local disk, where this is cheaper than a thread
+            versions = _find_files(workspace, names)
+        else:
+            versions = await asyncio.to_thread(_find_files, workspace, names)
+        known = self._contributions.get((agent.id, names))
+        if known is None or known[0] != versions:
+            texts = await asyncio.to_thread(_read_texts, workspace, versions)
+            text = format_files(texts, agent.bootstrap_max_chars, agent.bootstrap_total_max_chars)
+            known = self._contributions[agent.id, names] = (versions, text)
+        return known[1]
 
 
 def select_file_names(session_key: str) -> Sequence[str]:
@@ -76,6 +72,8 @@ def select_file_names(session_key: str) -> Sequence[str]:
 
 def format_files(texts: Sequence[tuple[str, str]], max_characters: int, max_total_characters: int) -> str:
     """Return the files under their names, each and all of them within their limits; what is cut says so."""
+    if not texts:
+        return ""
     parts = [HEADING]
     left = max_total_characters
     for name, text in texts:
@@ -87,6 +85,24 @@ def format_files(texts: Sequence[tuple[str, str]], max_characters: int, max_tota
             note = f"\n\n[{name} is cut after {len(shown)} of {len(content)} characters.]"
         parts.append(f"## {name}\n\n{shown}{note}")
     return "\n\n".join(parts)
+
+
+def _find_files(workspace: Path, names: Sequence[str]) -> Sequence[_FileVersion]:
+    if not os.path.isdir(workspace):  # noqa: PTH112 - before every run
+        return ()
+    found: list[_FileVersion] = []
+    for name in names:
+        try:
+            status = os.stat(f"{workspace}/{name}")  # noqa: PTH116 - before every run
+        except OSError:
+            continue
+        found.append(_FileVersion(name, status.st_mtime_ns, status.st_size, status.st_ino))
+    return found
+
+
+def _read_texts(workspace: Path, files: Sequence[_FileVersion]) -> Sequence[tuple[str, str]]:
+    texts = [(file.name, _read_text(workspace, file.name)) for file in files]
+    return [(name, text) for name, text in texts if text.strip()]
 
 
 def _read_text(workspace: Path, name: str) -> str:
