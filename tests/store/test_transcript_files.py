@@ -40,3 +40,21 @@ async def test_a_file_that_cannot_be_written_is_neither_looked_for_nor_tried_wit
     (tmp_path / "missing.jsonl").touch()
     await files.look_for(sessions)
     assert files.get_path("missing") == f"{tmp_path}/missing.jsonl"
+
+
+async def test_a_missing_file_is_not_looked_for_with_every_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_for: list[list[str]] = []
+
+    def look(folder: Path, session_ids: list[str]) -> list[str]:
+        looked_for.append(session_ids)
+        return []
+
+    monkeypatch.setattr(transcript_files, "_find_existing", look)
+    files = TranscriptFiles(tmp_path)
+    await files.look_for([("missing", "agent:main:b")])
+    await files.look_for([("missing", "agent:main:b")])
+    monkeypatch.setattr(transcript_files, "time", SimpleNamespace(monotonic=lambda: 10.0**9))
+    await files.look_for([("missing", "agent:main:b")])
+    assert looked_for == [["missing"], ["missing"]]

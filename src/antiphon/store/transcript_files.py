@@ -1,11 +1,12 @@
 """Tracks which sessions have a transcript file, so that no row names a file that does not exist.
 
-Files that were found are remembered, so that listing the same sessions again needs no disk access.
+What was found and what is missing is remembered, so that listing the same sessions again needs no disk access.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -15,7 +16,7 @@ from typing import TypeAlias
 SESSION_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Session ids that can be file names; Antiphon's own are UUIDs."""
 MAX_KNOWN_FILES = 20_000
-RETRY_SECONDS = 60.0  # until a file that could not be written is retried
+RETRY_SECONDS = 60.0  # until a missing file is looked for, and written, again
 WRITE_WAIT_SECONDS = 1.0  # a row waits for its file, then it is shown without one
 
 TranscriptWriter: TypeAlias = Callable[[list[str]], Awaitable[None]]
@@ -62,11 +63,11 @@ class TranscriptFiles:
             del missing[session_id]
         if missing and self._writer is not None:
             await self._write_files(self._writer, list(missing.values()))
-            for session_id in missing:
-                self._schedule_retry(session_id, now + RETRY_SECONDS)
+        for session_id in missing:
+            self._schedule_retry(session_id, now + RETRY_SECONDS)
 
     def _schedule_retry(self, session_id: str, retry_at: float) -> None:
-        """Schedules another attempt at a file that could not be written, so that not every list retries it."""
+        """Schedules another look for a file that is still missing, so that not every list looks for it."""
         if session_id in self._known:
             self._retry_at.pop(session_id, None)
             return
@@ -86,5 +87,5 @@ def _find_existing(folder: Path, session_ids: list[str]) -> list[str]:
     return [
         id_
         for id_ in session_ids
-        if SESSION_ID_PATTERN.fullmatch(id_) and (folder / f"{id_}.jsonl").is_file()
+        if SESSION_ID_PATTERN.fullmatch(id_) and os.path.isfile(f"{folder}/{id_}.jsonl")  # noqa: PTH113 - hundreds
     ]
