@@ -281,6 +281,15 @@ SECURITY: dict[str, tuple[Part, str]] = {
 }
 
 WORK: dict[str, tuple[Part, str]] = {
+    "AT6": (
+        "tools",
+        "A sandbox that does not work at any moment runs nothing, and the refusal names the cure.",
+    ),
+    "AT8": ("tools", "The known causes of a sandbox that cannot start are told apart, each with its cure."),
+    "AT9": (
+        "tools",
+        "What a command writes, the file tools read, and the reverse; what one is refused, so is the other.",
+    ),
     "AT11": ("tools", "However links are swapped, no byte outside the workspace is read or written."),
     "AT15": (
         "tools",

@@ -138,6 +138,13 @@ class Unavailable(AntiphonError):
     exit_code = 5
 
 
+class SandboxUnavailable(Unavailable):
+    """Commands cannot be isolated here, so none is run. The hint is the cure."""
+
+    code = "sandbox_unavailable"
+    who = "operator"
+
+
 class RunContinues(Unavailable):
     """The gateway is stopping, but the run was accepted; a retry without the same idempotency key starts another."""
 

@@ -6,19 +6,21 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from antiphon.errors import InvalidInput, Unavailable
 from antiphon.workspace import bubblewrap, keeper, seccomp
-from antiphon.workspace.bubblewrap import (
-    Bind,
-    Bubblewrap,
+from antiphon.workspace.bubblewrap import Bubblewrap
+from antiphon.workspace.locations import AGENT_WORKSPACE_MOUNT, TEMPORARY_MOUNT, WORKSPACE_MOUNT, Mount
+from antiphon.workspace.sandbox_backend import (
+    ATTESTATION_SCRIPT,
     ResourceLimits,
-    SandboxView,
-    check_binds,
+    check_bind_targets,
+    check_mounts,
+    find_attestation_fault,
     find_program,
 )
 
@@ -49,6 +51,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
+def build_mounts(place: Path, *further: Mount, writable: bool = True) -> list[Mount]:
+    workspace = Mount(WORKSPACE_MOUNT, place / "workspace", writable=writable)
+    return [workspace, Mount(TEMPORARY_MOUNT, place / "tmp"), *further]
+
+
 @pytest.fixture(params=["root", "unprivileged"])
 def run(request: pytest.FixtureRequest, place: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a script in a new sandbox, as a gateway of root or of an ordinary user would."""
@@ -65,12 +72,11 @@ def run(request: pytest.FixtureRequest, place: Path, monkeypatch: pytest.MonkeyP
     def run_script(
         script: str,
         *,
-        view: SandboxView | None = None,
+        mounts: Sequence[Mount] = (),
         env: Mapping[str, str] | None = None,
         seconds: float = BOUND_SECONDS,
     ) -> subprocess.CompletedProcess[str]:
-        view = view or SandboxView(workspace=place / "workspace", temporary=place / "tmp")
-        command = backend.wrap(["/bin/sh", "-c", script], view, env=env or {})
+        command = backend.wrap(["/bin/sh", "-c", script], mounts or build_mounts(place), env=env or {})
         files = {name: keeper.open_memory_file(data) for name, data in command.files.items()}
         argv = [str(files.get(argument, argument)) for argument in command.argv]
         if IS_ROOT and not as_root:
@@ -96,25 +102,33 @@ def run(request: pytest.FixtureRequest, place: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_sandbox_attests_its_isolation(run: Run, place: Path, request: pytest.FixtureRequest) -> None:
-    attested = run(bubblewrap.ATTESTATION_SCRIPT, env={"CANARY": str(place / "state" / "canary")})
+    attested = run(
+        ATTESTATION_SCRIPT, env={"CANARY": str(place / "state" / "canary"), "MOUNTS": "/workspace /tmp"}
+    )
     is_root = request.node.callspec.params["run"] == "root"
-    fault = bubblewrap.find_attestation_fault(attested.stdout, gateway_is_root=is_root)
-    assert fault is None, attested.stdout + attested.stderr
+    status = (place / "workspace").stat()
+    mounts = {"/workspace": f"{status.st_dev}:{status.st_ino}"}
+
+    def find_fault(mounts: Mapping[str, str], *, is_root: bool = is_root) -> str | None:
+        return find_attestation_fault(attested.stdout, mounts, gateway_is_root=is_root, init_names=["bwrap"])
+
+    assert find_fault(mounts) is None, attested.stdout + attested.stderr
+    assert find_fault({"/workspace": "1:1"}) == "its /workspace is another directory than the gateway's"
     if not is_root:  # the same picture from a gateway of root would mean host uid 0
-        assert bubblewrap.find_attestation_fault(attested.stdout, gateway_is_root=True) is not None
+        assert find_fault(mounts, is_root=True) is not None
 
 
 def test_an_attestation_from_outside_a_sandbox_is_a_fault(place: Path) -> None:
     environment = {"CANARY": str(place / "state" / "canary")}
     outside = subprocess.run(
-        ["/bin/sh", "-c", bubblewrap.ATTESTATION_SCRIPT],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
+        ["/bin/sh", "-c", ATTESTATION_SCRIPT], capture_output=True, text=True, env=environment, check=False
     )
-    assert bubblewrap.find_attestation_fault(outside.stdout, gateway_is_root=IS_ROOT) is not None
-    assert bubblewrap.find_attestation_fault("", gateway_is_root=False) == "it could not be examined"
+
+    def find_fault(output: str) -> str | None:
+        return find_attestation_fault(output, {}, gateway_is_root=IS_ROOT, init_names=["bwrap"])
+
+    assert find_fault(outside.stdout) is not None
+    assert find_fault("") == "it could not be examined"
 
 
 def test_a_command_works_in_its_workspace(run: Run, place: Path) -> None:
@@ -125,13 +139,9 @@ def test_a_command_works_in_its_workspace(run: Run, place: Path) -> None:
 
 
 def test_a_read_only_workspace_cannot_be_written(run: Run, place: Path) -> None:
-    view = SandboxView(
-        workspace=place / "workspace",
-        workspace_writable=False,
-        temporary=place / "tmp",
-        agent_workspace=place / "agent",
-    )
-    done = run("cat /agent/file; touch file || echo refused; touch /agent/new || echo refused", view=view)
+    agent = Mount(AGENT_WORKSPACE_MOUNT, place / "agent", writable=False)
+    mounts = build_mounts(place, agent, writable=False)
+    done = run("cat /agent/file; touch file || echo refused; touch /agent/new || echo refused", mounts=mounts)
     assert done.stdout == "of the agentrefused\nrefused\n"
 
 
@@ -240,19 +250,23 @@ def test_root_needs_another_user() -> None:
 def test_binds_that_lead_out_are_refused(place: Path, source: str) -> None:
     (place / "state" / "inside").mkdir()
     with pytest.raises(InvalidInput, match="may not be shown"):
-        check_binds([Bind(place / source, "/data")], place / "state")
+        check_mounts([Mount("/data", place / source)], place / "state")
+
+
+@pytest.mark.parametrize(
+    "target", ["/", "/usr", "/usr/bin", "/proc/sys", "/tmp", "/workspace", "/data/../etc"]
+)
+def test_binds_that_hide_the_system_are_refused(place: Path, target: str) -> None:
+    with pytest.raises(InvalidInput, match="not a place"):
+        check_bind_targets([Mount(target, place / "other")])
 
 
 def test_a_bind_is_shown_where_it_is_asked_for(run: Run, place: Path) -> None:
-    binds = [Bind(place / "other", "/data")]
-    check_binds(binds, place / "state")
-    view = SandboxView(workspace=place / "workspace", temporary=place / "tmp", binds=binds)
-    assert (
-        run("cat /data/file; touch /data/new || echo refused", view=view).stdout
-        == "of another workspacerefused\n"
-    )
-    with pytest.raises(InvalidInput, match="not a place"):
-        check_binds([Bind(place / "other", "/usr")], place / "state")
+    bind = Mount("/data", place / "other", writable=False)
+    check_mounts([bind], place / "state")
+    check_bind_targets([bind])
+    done = run("cat /data/file; touch /data/new || echo refused", mounts=build_mounts(place, bind))
+    assert done.stdout == "of another workspacerefused\n"
 
 
 def test_a_program_in_a_workspace_is_not_the_sandbox(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,4 +298,4 @@ def test_filters_exist_for_the_common_machines() -> None:
     ],
 )
 def test_known_causes_of_a_failed_start_are_told_apart(output: str, reason: str) -> None:
-    assert bubblewrap.explain_failure(output)[0] == reason
+    assert bubblewrap.explain_start_failure(output)[0] == reason

@@ -22,7 +22,7 @@ from antiphon.workspace import directory as directory_module
 from antiphon.workspace import files as files_module
 from antiphon.workspace.directory import WorkspaceDirectory
 from antiphon.workspace.files import FileChange, ImageFile, TextPage, WorkspaceFiles
-from antiphon.workspace.locations import SessionWorkspace
+from antiphon.workspace.locations import WORKSPACE_MOUNT, Mount, SessionWorkspace
 from support.app_fixture import open_test_store
 
 pytestmark = pytest.mark.anyio
@@ -40,7 +40,8 @@ async def files(tmp_path: Path) -> AsyncIterator[WorkspaceFiles]:
     async with open_test_store(tmp_path) as store:
         for caller in (MAIN, OTHER):
             await store.tx(create, caller.session_key or "")
-        yield WorkspaceFiles(store, SystemClock(), lambda caller: SessionWorkspace(tmp_path / "workspace"))
+        workspace = SessionWorkspace((Mount(WORKSPACE_MOUNT, tmp_path / "workspace"),))
+        yield WorkspaceFiles(store, SystemClock(), lambda caller: workspace)
 
 
 async def read_text(files: WorkspaceFiles, path: str, caller: Caller = MAIN) -> str:

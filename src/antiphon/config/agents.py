@@ -22,6 +22,7 @@ from antiphon.config.base import (
     build_expected_error,
 )
 from antiphon.config.compat import ToolNames
+from antiphon.config.sandbox import EntrySandbox, SandboxConfig, merge_sandbox
 from antiphon.config.sections import (
     ProviderToolLists,
     SandboxToolLists,
@@ -94,20 +95,6 @@ class EntrySubagents(Section):
     thinking: ConfiguredThinkingLevel | None = None
     require_agent_id: bool | None = None
     delegation_mode: Literal["suggest", "prefer"] | None = None
-
-
-class SandboxConfig(Section):
-    """Which sessions are sandboxed, and what their session tools see."""
-
-    mode: Literal["off", "non-main", "all"] = "off"
-    session_tools_visibility: Literal["spawned", "all"] = "spawned"
-
-
-class EntrySandbox(Section):
-    """One agent's overrides of `agents.defaults.sandbox`."""
-
-    mode: Literal["off", "non-main", "all"] | None = None
-    session_tools_visibility: Literal["spawned", "all"] | None = None
 
 
 class EntrySessionTools(Section):
@@ -260,7 +247,7 @@ def merge_agent(entry: AgentEntry, path: str, defaults: AgentDefaults, tools: To
         max_steps=defaults.max_steps,
         compaction=defaults.compaction,
         subagents=_apply_overrides(defaults.subagents, entry.subagents),
-        sandbox=_apply_overrides(defaults.sandbox, entry.sandbox),
+        sandbox=merge_sandbox(defaults.sandbox, entry.sandbox),
         tools=_merge_tool_rules(entry.tools, f"{path}.tools", tools),
         bootstrap_max_chars=entry.bootstrap_max_chars or defaults.bootstrap_max_chars,
         bootstrap_total_max_chars=entry.bootstrap_total_max_chars or defaults.bootstrap_total_max_chars,

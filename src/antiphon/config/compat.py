@@ -21,7 +21,7 @@ ToolNames = Annotated[tuple[str, ...], Strict(False), AfterValidator(expand_tool
 """A list of tool names in lower case, with aliases replaced and groups expanded."""
 
 
-_SANDBOX_KEYS = "backend browser docker perSession prune scope ssh workspaceAccess workspaceRoot"
+_SANDBOX_KEYS = "browser docker fallback network perSession prune ssh"
 _TOOL_KEYS = "codeMode elevated exec loopDetection message swarm toolsBySender"
 _ENDPOINT_KEYS = "files images maxBodyBytes maxImageParts maxTotalImageBytes maxUrlParts"
 _AGENT_KEYS = (
@@ -124,7 +124,7 @@ A test finds keys that nothing reads and that are missing here.
 _CHANNEL_KEYS = ("session.dmScope", "session.identityLinks")
 """Keys that get no separate warning if channels are configured: the one for channels covers them."""
 
-_HARMLESS_VALUES: tuple[object, ...] = (None, False, "", [], {}, ["text"], "main", ["/new", "/reset"])
+_HARMLESS_VALUES: tuple[object, ...] = (None, False, "", [], {}, ["text"], "main", "none", ["/new", "/reset"])
 """Values that only ask for the existing behaviour."""
 
 

@@ -85,6 +85,37 @@ class WorkspaceDirectory:
         for fd in {self._fd, self._root_fd}:
             os.close(fd)
 
+    def get_number(self) -> str:
+        """Return the device and inode number of the directory, by which another program recognizes it."""
+        status = os.fstat(self._fd)
+        return f"{status.st_dev}:{status.st_ino}"
+
+    def require_directory(self, path: str) -> None:
+        """Raise unless the path names a directory inside."""
+        name = self.normalize(path)
+        with self._report_errors(name):
+            os.close(self._open_directory(name))
+
+    def make_directory(self, path: str) -> None:
+        """Create a directory and those above it, if they do not exist."""
+        name = self.normalize(path)
+        with self._report_errors(name):
+            os.close(self._open_or_create_directory(name))
+
+    def give_to(self, user: int) -> None:
+        """Make a user the owner of everything in it that belongs to root; nothing, if the directory is that user's.
+
+        Links are not followed. Files of other users keep their owner.
+        """
+        if os.fstat(self._fd).st_uid == user:
+            return
+        for _, names, files, folder in os.fwalk(".", dir_fd=self._fd, follow_symlinks=False):
+            for name in (*names, *files):
+                with suppress(FileNotFoundError):
+                    if os.stat(name, dir_fd=folder, follow_symlinks=False).st_uid == 0:
+                        os.chown(name, user, user, dir_fd=folder, follow_symlinks=False)
+        os.fchown(self._fd, user, user)
+
     def read_file(self, path: str, max_bytes: int) -> FileContent:
         """Return the content of a regular file.
 

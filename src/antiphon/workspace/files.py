@@ -19,12 +19,12 @@ import msgspec
 
 from antiphon.access import Caller, build_session_missing_error
 from antiphon.clock import Clock
-from antiphon.errors import InvalidInput, StaleFile, TooLarge
+from antiphon.errors import Forbidden, InvalidInput, StaleFile, TooLarge
 from antiphon.store import Store, Tx
 from antiphon.store.queries import Queries
 from antiphon.workspace.directory import FileReplacement, WorkspaceDirectory
 from antiphon.workspace.edits import FilePatch, parse_patch, replace_text, require_distinct_paths
-from antiphon.workspace.locations import SessionWorkspace
+from antiphon.workspace.locations import WORKSPACE_MOUNT, Mount, SessionWorkspace
 
 MAX_WRITE_BYTES = 1024 * 1024
 MAX_READ_BYTES = 16 * 1024 * 1024
@@ -94,46 +94,78 @@ class WorkspaceFiles:
         Raises:
             InvalidInput: it is neither.
         """
+        mount, inner = self._locate(caller).locate(path)
 
         def load(directory: WorkspaceDirectory) -> tuple[str, str, TextPage | ImageFile]:
-            content = directory.read_file(path, MAX_READ_BYTES)
+            content = directory.read_file(inner, MAX_READ_BYTES)
             shown = _build_image(path, content.data) or _cut_page(path, content.data, offset, limit)
-            return directory.normalize(path), content.sha256, shown
+            return directory.normalize(inner), content.sha256, shown
 
-        name, sha256, shown = await self._work(caller, load)
-        location = str(self._locate(caller).path / name)
+        name, sha256, shown = await self._work(mount, load)
+        location = str(mount.path / name)
         await self._store.tx(_record_read, _get_session_key(caller), location, sha256, self._clock.now())
         return shown
 
     async def write(self, caller: Caller, call: str, path: str, content: str) -> FileChange:
         """Create a file, or replace one that the session has read."""
         data = _encode(content)
-        step = _Step((path,), lambda directory: [_plan_replacement(directory, path, data)])
-        return (await self._change(caller, call, [step]))[0]
+        mount, (inner,) = self._locate_writable(caller, [path])
+        step = _Step((inner,), lambda directory: [_plan_replacement(directory, inner, data)])
+        return (await self._change(caller, call, mount, [step]))[0]
 
     async def edit(
         self, caller: Caller, call: str, path: str, old: str, new: str, *, replace_all: bool = False
     ) -> FileChange:
         """Replace a text in a file that the session has read."""
+        mount, (inner,) = self._locate_writable(caller, [path])
 
         def plan(directory: WorkspaceDirectory) -> list[FileReplacement]:
-            text = _decode(path, directory.read_file(path, MAX_READ_BYTES).data)
+            text = _decode(path, directory.read_file(inner, MAX_READ_BYTES).data)
             changed = replace_text(text, old, new, max_characters=MAX_WRITE_BYTES, replace_all=replace_all)
-            return [_plan_replacement(directory, path, _encode(changed))]
+            return [_plan_replacement(directory, inner, _encode(changed))]
 
-        return (await self._change(caller, call, [_Step((path,), plan)]))[0]
+        return (await self._change(caller, call, mount, [_Step((inner,), plan)]))[0]
 
     async def apply_patch(self, caller: Caller, call: str, patch: str) -> list[FileChange]:
         """Change several files, all or none."""
         patches = parse_patch(patch)
+        paths = [path for each in patches for path in (each.move_to, each.path) if path]
+        mount, located = self._locate_writable(caller, paths)
+        inner = dict(zip(paths, located, strict=True))
         steps = [
-            _Step(tuple(filter(None, (each.move_to, each.path))), partial(_plan_patch, patch=each))
+            _Step(
+                tuple(inner[path] for path in (each.move_to, each.path) if path),
+                partial(
+                    _plan_patch,
+                    patch=msgspec.structs.replace(
+                        each, path=inner[each.path], move_to=each.move_to and inner[each.move_to]
+                    ),
+                ),
+            )
             for each in patches
         ]
-        return await self._change(caller, call, steps)
+        return await self._change(caller, call, mount, steps)
 
-    async def _change(self, caller: Caller, call: str, steps: Sequence[_Step]) -> list[FileChange]:
-        root, key = self._locate(caller).path, _get_session_key(caller)
+    def _locate_writable(self, caller: Caller, paths: Sequence[str]) -> tuple[Mount, list[str]]:
+        """Return the one directory that the paths are in, and the paths inside it."""
+        located = [self._locate(caller).locate(path) for path in paths]
+        mount = located[0][0]
+        if not mount.writable:
+            raise Forbidden(
+                f"{paths[0]!r} cannot be changed: {mount.target} is read-only.",
+                f"Write to {WORKSPACE_MOUNT}.",
+                field="path",
+            )
+        if any(other != mount for other, _ in located):
+            raise InvalidInput(
+                "The patch changes files of several directories.", "Use a patch for each.", field="input"
+            )
+        return mount, [inner for _, inner in located]
+
+    async def _change(
+        self, caller: Caller, call: str, mount: Mount, steps: Sequence[_Step]
+    ) -> list[FileChange]:
+        root, key = mount.path, _get_session_key(caller)
         recorded = await self._store.read(_load_written, key, call)
 
         def plan(directory: WorkspaceDirectory) -> list[FileReplacement]:
@@ -141,24 +173,21 @@ class WorkspaceFiles:
             left = [step for step in steps if not _is_done(directory, root, step, recorded)]
             return [replacement for step in left for replacement in step.plan(directory)]
 
-        replacements = await self._work(caller, plan)
+        replacements = await self._work(mount, plan)
         now = self._clock.now()
         await self._store.tx(_record_writes, key, str(root), replacements, call, now)
         # Deletions come last: a file that moves must be there until it is in its new place.
         ordered = sorted(replacements, key=lambda replacement: replacement.data is None)
-        await self._work(caller, lambda directory: directory.replace_files(ordered, MAX_READ_BYTES))
+        await self._work(mount, lambda directory: directory.replace_files(ordered, MAX_READ_BYTES))
         names = [path for step in steps for path in step.paths]
-        return await self._work(caller, lambda directory: [_describe(directory, path) for path in names])
+        return await self._work(mount, lambda directory: [_describe(directory, path) for path in names])
 
-    async def _work(self, caller: Caller, work: Callable[[WorkspaceDirectory], T]) -> T:
-        """Run blocking work on the caller's directory in a thread."""
-        workspace = self._locate(caller)
+    async def _work(self, mount: Mount, work: Callable[[WorkspaceDirectory], T]) -> T:
+        """Run blocking work on a directory in a thread."""
 
         def run() -> T:
-            workspace.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with WorkspaceDirectory(
-                workspace.root, below=workspace.below, aliases=workspace.aliases
-            ) as directory:
+            mount.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with WorkspaceDirectory(mount.root, below=mount.below, aliases=(mount.target,)) as directory:
                 return work(directory)
 
         return await asyncio.get_running_loop().run_in_executor(_file_threads, run)

@@ -1,13 +1,14 @@
 """Where agents work: one directory per agent, and one below it per sub-agent.
 
-A sandboxed session has a directory of its own in the state directory, so that it sees nothing of its agent's.
+A sandboxed session has a directory of its own, and sees of its agent's what `sandbox.workspaceAccess` allows.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from pathlib import Path
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,27 +24,56 @@ if TYPE_CHECKING:
 WORKSPACES_DIRECTORY_NAME = "workspaces"
 SUBAGENTS_DIRECTORY_NAME = "subagents"
 SANDBOXES_DIRECTORY_NAME = "sandboxes"
+SESSION_DIRECTORY_NAMES = (WORKSPACES_DIRECTORY_NAME, SANDBOXES_DIRECTORY_NAME)  # of the state directory
 _PLAIN_NAME_PATTERN = re.compile(r"[0-9A-Za-z_-]{1,64}")
-WORKSPACE_ALIAS = "/workspace"  # the name that the workspace has inside a sandbox
+WORKSPACE_MOUNT, AGENT_WORKSPACE_MOUNT, TEMPORARY_MOUNT = "/workspace", "/agent", "/tmp"  # noqa: S108 - of sandboxes
+WORKSPACE_DIRECTORY_NAME, TEMPORARY_DIRECTORY_NAME = "workspace", "tmp"
+_SHARED_DIRECTORY_NAME, _AGENT_DIRECTORY_NAME = "_shared", "_agent"  # neither an agent id nor a hash
+_BIND_PATTERN = re.compile(r"([^:]+):(/[^:]*)(?::(ro|rw))?")
 
 
-class SessionWorkspace(msgspec.Struct, frozen=True):
-    """The directory of a session: `root`, or `below` it."""
+class Mount(msgspec.Struct, frozen=True):
+    """A directory of the host, and the name it has for commands and file tools of a session."""
 
+    target: str
     root: Path
     """Chosen by the operator, so it may be a link."""
     below: str = ""
     """Where agents may have put links, so it is opened without leaving `root`."""
-    aliases: tuple[str, ...] = ()
-    """The absolute names it has inside a sandbox."""
+    writable: bool = True
 
     @property
     def path(self) -> Path:
         return self.root / self.below
 
 
+class SessionWorkspace(msgspec.Struct, frozen=True):
+    """What a session sees of the host: the same directories for its file tools and its commands."""
+
+    mounts: tuple[Mount, ...]
+    """The first is the workspace."""
+    start: str = ""
+    """The directory in the workspace that relative paths begin at."""
+
+    @property
+    def workspace(self) -> Mount:
+        return self.mounts[0]
+
+    def locate(self, path: str) -> tuple[Mount, str]:
+        """Return the mount that a path of a file tool is in, and the path to use for it."""
+        if path and not path.startswith("/"):
+            return self.workspace, f"{WORKSPACE_MOUNT}/{self.start}/{path}" if self.start else path
+        given = PurePosixPath(path)
+        if given.is_relative_to(self.workspace.path):
+            return self.workspace, path
+        for mount in reversed(self.mounts):  # the more specific ones come later
+            if given.is_relative_to(mount.target):
+                return mount, path
+        return self.workspace, path
+
+
 class SessionWorkspaceLocator:
-    """Finds the workspace of a caller's session."""
+    """Finds what the session of a caller sees."""
 
     def __init__(self, config: Config, state_dir: Path) -> None:
         self._config = config
@@ -55,12 +85,41 @@ class SessionWorkspaceLocator:
                 "Only a session has a workspace.", "Name the session to act as.", field="sessionKey"
             )
         agent = self._config.get_agent(caller.agent_id)
+        agent_root = locate_agent_workspace(agent, self._state_dir)
         below = locate_subagent_directory(caller.session_key)
-        if caller.sandboxed and not below:
-            root = locate_sandbox_workspace(agent.id, caller.session_key, self._state_dir)
-        else:
-            root = locate_agent_workspace(agent, self._state_dir)
-        return SessionWorkspace(root, below, (WORKSPACE_ALIAS,))
+        settings = agent.sandbox
+        own = locate_own_directory(agent, caller.session_key, self._state_dir, sandboxed=caller.sandboxed)
+        further = (Mount(TEMPORARY_MOUNT, own / TEMPORARY_DIRECTORY_NAME), *parse_binds(settings.binds))
+        if not caller.sandboxed:
+            return SessionWorkspace((Mount(WORKSPACE_MOUNT, agent_root, below), *further))
+        if settings.workspace_access == "rw":
+            return SessionWorkspace((Mount(WORKSPACE_MOUNT, agent_root), *further), below)
+        workspace = Mount(WORKSPACE_MOUNT, own / WORKSPACE_DIRECTORY_NAME)
+        if below:  # the directory of a sub-agent is its own, and holds its attachments
+            workspace = Mount(WORKSPACE_MOUNT, agent_root, below)
+        if settings.workspace_access == "ro":
+            further = (Mount(AGENT_WORKSPACE_MOUNT, agent_root, writable=False), *further)
+        return SessionWorkspace((workspace, *further))
+
+
+def parse_binds(binds: Sequence[str]) -> list[Mount]:
+    """Return the directories that the configuration shows to sandboxes, as `source:target[:ro|rw]`.
+
+    Raises:
+        InvalidInput: a bind has another form.
+    """
+    found: list[Mount] = []
+    for bind in binds:
+        match = _BIND_PATTERN.fullmatch(bind)
+        if match is None:
+            raise InvalidInput(
+                f"The bind {bind!r} is not valid.",
+                "Write '/directory/of/the/host:/name/inside', with ':rw' at the end to allow writing.",
+                field="binds",
+            )
+        source, target, mode = match.groups()
+        found.append(Mount(target, expand_home(source).absolute(), writable=mode == "rw"))
+    return found
 
 
 def locate_agent_workspace(agent: AgentConfig, state_dir: Path) -> Path:
@@ -84,9 +143,22 @@ def locate_subagent_directory(session_key: str) -> str:
     return f"{SUBAGENTS_DIRECTORY_NAME}/{name}"
 
 
-def locate_sandbox_workspace(agent_id: str, session_key: str, state_dir: Path) -> Path:
-    """Return the directory that only a sandboxed session works in."""
-    return state_dir / SANDBOXES_DIRECTORY_NAME / agent_id / _hash_name(session_key)
+def locate_sandboxes(agent: AgentConfig, state_dir: Path) -> Path:
+    """Return the directory that holds those of sandboxed sessions."""
+    chosen = agent.sandbox.workspace_root
+    return expand_home(chosen).absolute() if chosen else state_dir / SANDBOXES_DIRECTORY_NAME
+
+
+def locate_own_directory(agent: AgentConfig, session_key: str, state_dir: Path, *, sandboxed: bool) -> Path:
+    """Return the directory of a session's own workspace and temporary files, shared as `sandbox.scope` says.
+
+    A session that is not sandboxed shares its temporary files with no other session.
+    """
+    scope = agent.sandbox.scope if sandboxed else "session"
+    base = locate_sandboxes(agent, state_dir)
+    if scope == "shared":
+        return base / _SHARED_DIRECTORY_NAME
+    return base / agent.id / (_AGENT_DIRECTORY_NAME if scope == "agent" else _hash_name(session_key))
 
 
 def _hash_name(text: str) -> str:

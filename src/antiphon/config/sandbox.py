@@ -1,0 +1,53 @@
+"""The sandbox of commands: `agents.defaults.sandbox`, and the same section of an agent."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from antiphon.config.base import Section, Strings, Text
+
+SandboxBackendName = Literal["bwrap"]
+WorkspaceAccess = Literal["none", "ro", "rw"]
+SandboxScope = Literal["session", "agent", "shared"]
+
+DEFAULT_SANDBOX_USER_ID = 59_321  # in the range of ordinary users, where no account is created by default
+
+
+class SandboxConfig(Section):
+    """Which sessions are sandboxed, what they see, and what isolates commands."""
+
+    mode: Literal["off", "non-main", "all"] = "off"
+    session_tools_visibility: Literal["spawned", "all"] = "spawned"
+    scope: SandboxScope = Field(default="agent", description="Who shares a directory of their own.")
+    workspace_access: WorkspaceAccess = Field(
+        default="none",
+        description="What sandboxed sessions see of the agent's workspace: 'ro' at /agent, 'rw' at /workspace.",
+    )
+    workspace_root: Text | None = Field(
+        default=None,
+        description="Where sandboxed sessions have their directories, instead of the state directory.",
+    )
+    backend: SandboxBackendName = "bwrap"
+    user: Annotated[int, Field(ge=1, lt=2**32 - 1)] = Field(
+        default=DEFAULT_SANDBOX_USER_ID, description="User id of commands, if the gateway runs as root."
+    )
+    binds: Strings = Field(default=(), description="Directories as 'source:target[:ro|rw]'.")
+
+
+class EntrySandbox(SandboxConfig):
+    """One agent's overrides of `agents.defaults.sandbox`. Binds are added; the rest replaces."""
+
+
+def merge_sandbox(base: SandboxConfig, own: SandboxConfig) -> SandboxConfig:
+    """Return the settings of an agent: what its own section sets, over the defaults."""
+    merged = _override(base, own)
+    return merged.model_copy(update={"binds": _unite(base.binds, own.binds)})
+
+
+def _override(base: SandboxConfig, own: SandboxConfig) -> SandboxConfig:
+    changes: dict[str, Any] = {name: getattr(own, name) for name in own.model_fields_set}
+    return base.model_copy(update=changes)
+
+
+def _unite(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*first, *second)))

@@ -1,0 +1,312 @@
+"""Runs the commands of sessions in sandboxes: which backend, what it shows, and the proof that it isolates.
+
+A backend counts only after a command inside the very sandbox that will be used has reported what it sees. If none
+works, commands are refused; they never run on the host instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import posixpath
+import subprocess
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.access import Caller
+from antiphon.errors import Forbidden, NotFound, SandboxUnavailable
+from antiphon.workspace import keeper
+from antiphon.workspace.directory import WorkspaceDirectory
+from antiphon.workspace.locations import (
+    SANDBOXES_DIRECTORY_NAME,
+    TEMPORARY_DIRECTORY_NAME,
+    TEMPORARY_MOUNT,
+    WORKSPACE_DIRECTORY_NAME,
+    WORKSPACE_MOUNT,
+    Mount,
+    SessionWorkspace,
+    SessionWorkspaceLocator,
+    parse_binds,
+)
+from antiphon.workspace.sandbox_backend import (
+    ATTESTATION_SCRIPT,
+    CANARY_VARIABLE,
+    MOUNTS_VARIABLE,
+    BackendFailed,
+    SandboxBackend,
+    SandboxedCommand,
+    SandboxFault,
+    check_bind_targets,
+    check_mounts,
+    find_program,
+)
+
+if TYPE_CHECKING:
+    from antiphon.config import AgentConfig, Config, SandboxConfig
+    from antiphon.config.sandbox import SandboxBackendName
+
+__all__ = ["SandboxBackend", "SandboxStatus", "SandboxedCommand", "Sandboxes"]
+
+ATTESTATION_TIMEOUT_SECONDS = 30.0
+MAX_ATTESTED_VIEWS = 4096
+CANARY_NAME, PROBE_DIRECTORY_NAME = "_canary", "_probe"
+
+# The directory could be replaced by a link between the moment it is opened and the moment it is mounted.
+_CHECKED_START = """
+if [ "$(stat -c %d:%i "$1")" != "$2" ]; then echo "bwrap: the workspace was replaced"; exit 126; fi
+shift 2
+exec "$@"
+"""
+
+
+class SandboxStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The backend that isolates the commands of an agent, or why there is none."""
+
+    backend: SandboxBackendName | None
+    faults: Sequence[tuple[SandboxBackendName, SandboxFault]] = ()
+    """The backends that were tried and do not work."""
+
+    def describe_faults(self) -> tuple[str, str]:
+        """Return what is wrong, and how to fix it."""
+        reasons = "; ".join(f"{name}: {fault.reason}" for name, fault in self.faults)
+        cures = ", or ".join(dict.fromkeys(fault.cure for _, fault in self.faults))
+        return f"No sandbox for commands works here ({reasons}).", f"To fix it, {cures}."
+
+
+class _Selected(msgspec.Struct, frozen=True):
+    backend: SandboxBackend | None
+    status: SandboxStatus
+
+
+class Sandboxes:
+    """The sandboxes of a state directory. The first use of a backend examines it, or `probe` does so earlier."""
+
+    def __init__(self, config: Config, state_dir: Path) -> None:
+        self._config = config
+        self._state_dir = state_dir
+        self._locate = SessionWorkspaceLocator(config, state_dir)
+        self._selected: dict[str, _Selected] = {}
+        self._attested: OrderedDict[tuple[object, ...], None] = OrderedDict()
+        self._selecting = asyncio.Lock()
+
+    async def probe(self) -> None:
+        """Find the backend of every agent. Faults are kept for `explain_unavailable`."""
+        for agent_id in self._config.agent_ids:
+            await self._select(self._config.get_agent(agent_id))
+
+    async def find_status(self, agent_id: str) -> SandboxStatus:
+        """Return which backend isolates the commands of an agent, after examining it."""
+        return (await self._select(self._config.get_agent(agent_id))).status
+
+    def explain_unavailable(self, agent_id: str) -> str | None:
+        """Return why the agent's commands cannot run, or None if they can or this is not known yet."""
+        selected = self._selected.get(_get_backend_key(self._config.get_agent(agent_id).sandbox))
+        if selected is None or selected.backend is not None:
+            return None
+        return " ".join(selected.status.describe_faults())
+
+    async def wrap(
+        self, caller: Caller, command: Sequence[str], *, workdir: str | None, env: Mapping[str, str]
+    ) -> SandboxedCommand:
+        """Return the command line that runs a command in the sandbox of the caller's session.
+
+        Raises:
+            SandboxUnavailable: no backend works; the error names the cure.
+            Forbidden: the working directory is outside.
+            NotFound: there is no such directory.
+        """
+        workspace = self._locate(caller)
+        agent = self._config.get_agent(caller.agent_id or "")
+        selected = await self._select(agent)
+        if selected.backend is None:
+            raise SandboxUnavailable(*selected.status.describe_faults())
+        cwd = _resolve_workdir(workspace, workdir)
+        numbers = await asyncio.to_thread(self._prepare_directories, agent, workspace, cwd)
+        try:
+            await self._attest(selected.backend, workspace.mounts, numbers)
+        except BackendFailed as error:
+            raise SandboxUnavailable(
+                f"The sandbox {selected.backend.name!r} does not work: {error.fault.reason}.",
+                f"To fix it, {error.fault.cure}.",
+            ) from None
+        if selected.backend.name == "bwrap" and workspace.workspace.below:
+            expected = numbers[WORKSPACE_MOUNT]
+            command = ["/bin/sh", "-c", _CHECKED_START, "sh", WORKSPACE_MOUNT, expected, *command]
+        return selected.backend.wrap(command, workspace.mounts, cwd=cwd, env=env)
+
+    async def explain_failed_start(self, caller: Caller, output: str) -> str | None:
+        """Return why a command that failed could not be started, or None if its sandbox works.
+
+        `output` is what it printed. Only a text that looks like one of a backend is examined.
+        """
+        selected = self._selected.get(_get_backend_key(self._config.get_agent(caller.agent_id or "").sandbox))
+        if selected is None or selected.backend is None or f"{selected.backend.name}: " not in output:
+            return None
+        self._attested.clear()
+        self._selected.clear()
+        try:
+            await self.wrap(caller, ["true"], workdir=None, env={})
+        except SandboxUnavailable as error:
+            return str(error)
+        return None
+
+    # --- which backend ---
+
+    async def _select(self, agent: AgentConfig) -> _Selected:
+        key = _get_backend_key(agent.sandbox)
+        async with self._selecting:
+            if key not in self._selected:
+                self._selected[key] = await self._find_working_backend(agent)
+            return self._selected[key]
+
+    async def _find_working_backend(self, agent: AgentConfig) -> _Selected:
+        faults: list[tuple[SandboxBackendName, SandboxFault]] = []
+        for name in _list_backend_names(agent.sandbox):
+            try:
+                backend = await asyncio.to_thread(self._create_backend, name, agent)
+                await self._attest(backend, *await asyncio.to_thread(self._prepare_probe, agent))
+            except BackendFailed as error:
+                faults.append((name, error.fault))
+            except OSError as error:
+                faults.append(
+                    (name, SandboxFault(f"it could not be examined: {error}", "see docs/sandbox.md"))
+                )
+            else:
+                return _Selected(backend, SandboxStatus(backend=name, faults=faults))
+        return _Selected(None, SandboxStatus(backend=None, faults=faults))
+
+    def _create_backend(self, name: SandboxBackendName, agent: AgentConfig) -> SandboxBackend:
+        from antiphon.workspace.bubblewrap import Bubblewrap  # noqa: PLC0415 - not needed by most commands
+
+        program = find_program("bwrap", [self._state_dir])
+        if program is None:
+            raise BackendFailed(
+                "the program bwrap is not installed",
+                "install it, for example with `apt-get install bubblewrap`",
+            )
+        return Bubblewrap(program, user=agent.sandbox.user)
+
+    # --- what it shows ---
+
+    def _prepare_probe(self, agent: AgentConfig) -> tuple[list[Mount], dict[str, str]]:
+        base = self._state_dir / SANDBOXES_DIRECTORY_NAME / PROBE_DIRECTORY_NAME
+        mounts = [
+            Mount(WORKSPACE_MOUNT, base / WORKSPACE_DIRECTORY_NAME),
+            Mount(TEMPORARY_MOUNT, base / TEMPORARY_DIRECTORY_NAME),
+        ]
+        return mounts, self._prepare_directories(agent, SessionWorkspace(tuple(mounts)), WORKSPACE_MOUNT)
+
+    def _prepare_directories(
+        self, agent: AgentConfig, workspace: SessionWorkspace, cwd: str
+    ) -> dict[str, str]:
+        """Create what is missing, and return the device and inode numbers of the directories by their names."""
+        check_bind_targets(parse_binds(agent.sandbox.binds))
+        check_mounts(workspace.mounts, self._state_dir)
+        bound = {bind.target for bind in parse_binds(agent.sandbox.binds)}
+        numbers: dict[str, str] = {}
+        for mount in workspace.mounts:
+            if mount.target not in bound:
+                mount.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            elif not mount.root.is_dir():
+                raise NotFound(
+                    f"The directory {str(mount.root)!r} of a bind does not exist.",
+                    "Create it.",
+                    field="binds",
+                )
+            with WorkspaceDirectory(mount.root, below=mount.below, aliases=(mount.target,)) as directory:
+                numbers[mount.target] = directory.get_number()
+                if mount is workspace.workspace and workspace.start:
+                    directory.make_directory(workspace.start)
+                if os.geteuid() == 0 and mount.writable and mount.target not in bound:
+                    directory.give_to(agent.sandbox.user)
+                if posixpath.commonpath((cwd, mount.target)) == mount.target:
+                    directory.require_directory(cwd)
+        return numbers
+
+    # --- the proof ---
+
+    async def _attest(
+        self, backend: SandboxBackend, mounts: Sequence[Mount], numbers: Mapping[str, str]
+    ) -> None:
+        """Examine a sandbox from inside, unless the same one has been examined before.
+
+        Raises:
+            BackendFailed: it does not start, or does not isolate.
+        """
+        view = (backend.name, tuple(mounts), tuple(numbers.items()))
+        if view in self._attested:
+            self._attested.move_to_end(view)
+            return
+        await backend.prepare(mounts)
+        canary = await asyncio.to_thread(self._write_canary)
+        environment = {CANARY_VARIABLE: str(canary), MOUNTS_VARIABLE: " ".join(numbers)}
+        wrapped = backend.wrap(
+            ["/bin/sh", "-c", ATTESTATION_SCRIPT], mounts, cwd=WORKSPACE_MOUNT, env=environment
+        )
+        done = await asyncio.to_thread(_run, wrapped)
+        if done.returncode != 0:
+            raise BackendFailed(*backend.explain_failure(done.stdout))
+        if reason := backend.find_fault(done.stdout, numbers):
+            raise BackendFailed(reason, "see docs/sandbox.md")
+        self._attested[view] = None
+        if len(self._attested) > MAX_ATTESTED_VIEWS:
+            self._attested.popitem(last=False)
+
+    def _write_canary(self) -> Path:
+        """Provide a file of the state directory that no sandbox may read."""
+        canary = self._state_dir / SANDBOXES_DIRECTORY_NAME / CANARY_NAME
+        if not canary.exists():
+            canary.write_text("A sandbox that can read this file does not isolate.\n")
+        return canary
+
+
+def _get_backend_key(settings: SandboxConfig) -> str:
+    """Return what the choice of a backend depends on."""
+    return repr((settings.backend, settings.user))
+
+
+def _list_backend_names(settings: SandboxConfig) -> list[SandboxBackendName]:
+    """Return the backends to try, the preferred one first."""
+    return [settings.backend]
+
+
+def _resolve_workdir(workspace: SessionWorkspace, workdir: str | None) -> str:
+    """Return the working directory inside: absolute there, relative to the workspace, or named as on the host."""
+    start = posixpath.join(WORKSPACE_MOUNT, workspace.start)
+    path = posixpath.normpath(posixpath.join(start, workdir or "."))
+    for mount in workspace.mounts:
+        if Path(path).is_relative_to(mount.path):
+            path = posixpath.normpath(posixpath.join(mount.target, Path(path).relative_to(mount.path)))
+    if not any(posixpath.commonpath((path, mount.target)) == mount.target for mount in workspace.mounts):
+        raise Forbidden(
+            f"The directory {workdir!r} is outside the workspace.", "Use one inside it.", field="workdir"
+        )
+    return path
+
+
+def _run(command: SandboxedCommand) -> subprocess.CompletedProcess[str]:
+    """Run a short command of our own. The thread that starts it waits for its end, as a sandbox requires."""
+    files = {name: keeper.open_memory_file(data) for name, data in command.files.items()}
+    try:
+        return subprocess.run(
+            [str(files.get(argument, argument)) for argument in command.argv],
+            pass_fds=list(files.values()),
+            env=dict(command.env),
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=ATTESTATION_TIMEOUT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command.argv, 1, "it did not answer in time")
+    finally:
+        for fd in files.values():
+            os.close(fd)

@@ -1,0 +1,234 @@
+"""Which sandbox a session's commands run in, what it shows, and that none runs without one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from antiphon import keys
+from antiphon.access import Caller
+from antiphon.clock import SystemClock
+from antiphon.engine.sessions import session_rows
+from antiphon.engine.sessions.session_rows import NewSession
+from antiphon.errors import AntiphonError, Forbidden, NotFound, SandboxUnavailable
+from antiphon.store import Tx
+from antiphon.workspace import keeper, sandbox_backend
+from antiphon.workspace.files import TextPage, WorkspaceFiles
+from antiphon.workspace.locations import SessionWorkspaceLocator
+from antiphon.workspace.sandbox import Sandboxes
+from antiphon.workspace.sandbox_backend import SandboxedCommand
+from support.agents_fixture import make_agents_config
+from support.app_fixture import open_test_store
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(
+        sandbox_backend.find_program("bwrap", []) is None,
+        reason="bwrap is not installed (apt-get install bubblewrap)",
+    ),
+]
+
+MAIN = Caller.agent("main", "agent:main:main")
+GROUP = Caller.agent("main", "agent:main:discord:group:1", sandboxed=True)
+OTHER_GROUP = Caller.agent("main", "agent:main:discord:group:2", sandboxed=True)
+CHILD = Caller.agent("main", "agent:main:subagent:6f0c", sandboxed=True)
+BOUND_SECONDS = 30
+
+
+def make_sandboxes(state: Path, **settings: Any) -> Sandboxes:
+    config = make_agents_config(agents={"defaults": {"sandbox": settings}})
+    return Sandboxes(config, state)
+
+
+def run_command(command: SandboxedCommand) -> subprocess.CompletedProcess[str]:
+    files = {name: keeper.open_memory_file(data) for name, data in command.files.items()}
+    try:
+        return subprocess.run(
+            [str(files.get(argument, argument)) for argument in command.argv],
+            pass_fds=list(files.values()),
+            env=dict(command.env),
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=BOUND_SECONDS,
+            check=False,
+        )
+    finally:
+        for fd in files.values():
+            os.close(fd)
+
+
+async def run(sandboxes: Sandboxes, caller: Caller, script: str, workdir: str | None = None) -> str:
+    command = await sandboxes.wrap(caller, ["/bin/sh", "-c", script], workdir=workdir, env={})
+    done = await asyncio.to_thread(run_command, command)
+    return done.stdout + done.stderr
+
+
+async def test_a_session_outside_of_a_sandbox_works_in_its_agents_workspace(tmp_path: Path) -> None:
+    work = tmp_path / "workspaces" / "main"
+    work.mkdir(parents=True)
+    (work / "theirs").write_text("of root")
+    sandboxes = make_sandboxes(tmp_path)
+    assert await run(sandboxes, MAIN, "pwd; cat theirs; echo more >> theirs; id -u") == (
+        f"/workspace\nof root{59_321 if os.geteuid() == 0 else 1000}\n"
+    )
+    assert (work / "theirs").read_text() == "of rootmore\n"
+    await sandboxes.probe()
+    assert sandboxes.explain_unavailable("main") is None
+    assert (await sandboxes.find_status("main")).backend == "bwrap"
+
+
+@pytest.mark.requirement("AT9")
+@pytest.mark.parametrize("scope", ["session", "agent", "shared"])
+@pytest.mark.parametrize("access", ["none", "ro", "rw"])
+async def test_commands_and_file_tools_see_the_same_files(tmp_path: Path, access: str, scope: str) -> None:
+    state = tmp_path / "state"
+    work = state / "workspaces" / "main"
+    work.mkdir(parents=True)
+    (work / "of-agent").write_text("a")
+    config = make_agents_config(
+        agents={"defaults": {"sandbox": {"scope": scope, "workspaceAccess": access, "mode": "all"}}}
+    )
+    sandboxes, callers = Sandboxes(config, state), (GROUP, OTHER_GROUP, CHILD)
+
+    async def create(tx: Tx, key: str) -> None:
+        await session_rows.create_session(tx, keys.parse(key), 1, NewSession())
+
+    async with open_test_store(tmp_path) as store:
+        for caller in callers:
+            await store.tx(create, caller.session_key or "")
+        files = WorkspaceFiles(store, SystemClock(), SessionWorkspaceLocator(config, state))
+
+        async def read(caller: Caller, path: str) -> str:
+            try:
+                page = await files.read(caller, path)
+            except AntiphonError:
+                return "refused"
+            assert isinstance(page, TextPage)
+            return page.text
+
+        async def read_by_command(caller: Caller, path: str) -> str:
+            return await run(sandboxes, caller, f"cat {path} 2>/dev/null || printf refused")
+
+        places = ["own.txt", "/workspace/inside/deep.txt", "/tmp/scratch.txt", "/agent/new.txt"]
+        for number, path in enumerate(places):
+            by_command = await run(
+                sandboxes,
+                GROUP,
+                f"mkdir -p $(dirname {path}); echo c > {path} && printf ok || printf refused",
+            )
+            assert ("refused" in by_command) == (await read(GROUP, path) == "refused"), path
+            assert ("refused" in by_command) == path.startswith("/agent"), by_command
+            other = path.replace(".txt", "-by-tool.txt")
+            try:
+                await files.write(GROUP, f"call-{number}", other, "t")
+                written = "t"
+            except Forbidden:
+                written = "refused"
+            assert await read_by_command(GROUP, other) == written, other
+        for caller in callers:
+            for path in (*places, "of-agent", "/workspace/of-agent", "/agent/of-agent", "../of-agent"):
+                assert (await read_by_command(caller, path)).strip() == await read(caller, path), path
+        assert await read(GROUP, "/workspace/of-agent") == ("a" if access == "rw" else "refused")
+        assert await read(GROUP, "/agent/of-agent") == ("a" if access == "ro" else "refused")
+        shared = "c" if scope != "session" or access == "rw" else "refused"
+        assert await read(OTHER_GROUP, "own.txt") == shared
+
+
+async def test_a_sub_agent_starts_in_its_own_directory_also_if_it_shares_the_workspace(
+    tmp_path: Path,
+) -> None:
+    for access, directory in (("none", "/workspace"), ("rw", "/workspace/subagents/6f0c")):
+        sandboxes = make_sandboxes(tmp_path, workspaceAccess=access)
+        assert await run(sandboxes, CHILD, "pwd; echo x > made") == f"{directory}\n"
+    assert (tmp_path / "workspaces" / "main" / "subagents" / "6f0c" / "made").read_text() == "x\n"
+
+
+@pytest.mark.requirement("AT11")
+async def test_a_workspace_replaced_by_a_link_is_not_mounted(tmp_path: Path) -> None:
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "file").write_text("canary-secret")
+    sandboxes = make_sandboxes(tmp_path)
+    command = await sandboxes.wrap(CHILD, ["/bin/cat", "file"], workdir=None, env={})
+    own = tmp_path / "workspaces" / "main" / "subagents" / "6f0c"
+    own.rmdir()
+    own.symlink_to(tmp_path / "secret")
+    done = run_command(command)
+    assert done.returncode == 126
+    assert "canary-secret" not in done.stdout + done.stderr
+    with pytest.raises(AntiphonError, match="may not be shown"):
+        await sandboxes.wrap(CHILD, ["/bin/cat", "file"], workdir=None, env={})
+
+
+async def test_a_working_directory_is_inside(tmp_path: Path) -> None:
+    sandboxes = make_sandboxes(tmp_path)
+    work = tmp_path / "workspaces" / "main"
+    assert await run(sandboxes, MAIN, "mkdir -p a/b; pwd") == "/workspace\n"
+    for workdir in ("a/b", "/workspace/a/b", str(work / "a" / "b"), "/tmp/../workspace/a/b"):
+        assert await run(sandboxes, MAIN, "pwd", workdir) == "/workspace/a/b\n", workdir
+    for workdir in ("..", "/etc", "/agent", "/usr/bin"):
+        with pytest.raises(Forbidden, match="outside the workspace"):
+            await sandboxes.wrap(MAIN, ["true"], workdir=workdir, env={})
+    with pytest.raises(NotFound):
+        await sandboxes.wrap(MAIN, ["true"], workdir="missing", env={})
+
+
+async def test_a_workspace_that_holds_the_state_directory_is_refused(tmp_path: Path) -> None:
+    config = make_agents_config(agents={"defaults": {"workspace": str(tmp_path)}})
+    sandboxes = Sandboxes(config, tmp_path / "state")
+    with pytest.raises(AntiphonError, match="may not be shown to a sandbox"):
+        await sandboxes.wrap(MAIN, ["true"], workdir=None, env={})
+
+
+@pytest.mark.requirement("AT6", "AT8")
+async def test_without_a_working_backend_nothing_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "bin" / "bwrap"
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2; exit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sandbox_backend, "PROGRAM_DIRECTORIES", (str(broken.parent),))
+    sandboxes = make_sandboxes(tmp_path / "state")
+    await sandboxes.probe()
+    expected = (
+        "No sandbox for commands works here (bwrap: AppArmor forbids user namespaces). To fix it, add an"
+    )
+    assert (sandboxes.explain_unavailable("main") or "").startswith(expected)
+    with pytest.raises(SandboxUnavailable, match="add an AppArmor profile"):
+        await sandboxes.wrap(MAIN, ["true"], workdir=None, env={})
+
+    monkeypatch.setattr(sandbox_backend, "PROGRAM_DIRECTORIES", ())
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SandboxUnavailable, match="apt-get install bubblewrap"):
+        await make_sandboxes(tmp_path / "state").wrap(MAIN, ["true"], workdir=None, env={})
+
+
+@pytest.mark.requirement("AT6")
+async def test_a_backend_that_breaks_after_its_examination_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "bwrap"
+    program.parent.mkdir()
+    program.symlink_to("/usr/bin/bwrap")
+    monkeypatch.setattr(sandbox_backend, "PROGRAM_DIRECTORIES", (str(program.parent),))
+    sandboxes = make_sandboxes(tmp_path / "state")
+    assert await run(sandboxes, MAIN, "echo works") == "works\n"
+    assert await sandboxes.explain_failed_start(MAIN, "bwrap: printed by the command itself") is None
+
+    program.unlink()
+    program.write_text("#!/bin/sh\necho 'bwrap: Creating new namespace failed: EPERM' >&2; exit 1\n")
+    program.chmod(0o755)
+    output = await run(sandboxes, MAIN, "echo ran > file")
+    assert list((tmp_path / "state" / "workspaces" / "main").iterdir()) == []
+    reason = await sandboxes.explain_failed_start(MAIN, output)
+    assert "the container forbids namespaces" in (reason or "")
+    assert sandboxes.explain_unavailable("main") is not None
+    with pytest.raises(SandboxUnavailable, match="seccomp=unconfined"):
+        await sandboxes.wrap(MAIN, ["true"], workdir=None, env={})
