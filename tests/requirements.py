@@ -150,7 +150,7 @@ GUARANTEES: dict[str, tuple[Part, str]] = {
     ),
     "G3": (
         "tools",
-        "A logical message is sent once whatever is retried; a doubtful send is on record, not repeated.",
+        "A logical message is sent once although it is retried; a doubtful send is on record, not repeated.",
     ),
     "G4": ("tools", "Delivery, run and reply are separate: a timeout says that the message was delivered."),
     "G5": (
@@ -229,7 +229,7 @@ GUARANTEES: dict[str, tuple[Part, str]] = {
         "Provenance is stored, shown as data in a frame content cannot close; commands need a human.",
     ),
     "G37": ("core", "No identity is global: two hundred interleaved sessions never see each other."),
-    "G38": ("core", "A feed gives each entry once and in order, whatever was dropped."),
+    "G38": ("core", "A feed gives each entry once and in order, although events were dropped."),
     "G39": (
         "tools",
         "What a running child does can be seen, and it can report to its parent, at a bounded rate.",

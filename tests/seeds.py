@@ -292,7 +292,7 @@ SEND = (
     Sentence(
         "003-send-announce",
         SPAWNING,
-        "After reply-back the target, and nobody else, takes the announce step.",
+        "After reply-back the target, and no other agent, takes the announce step.",
         ("S6",),
     ),
     Sentence(
@@ -422,7 +422,7 @@ SPAWN = (
         "`agents.list[].subagents.allowAgents` lists the ids that `agentId` may name.",
         ("P2",),
     ),
-    Sentence("003-spawn-allow-any", SPAWNING, '`["*"]` in `allowAgents` is anybody.', ("P2",)),
+    Sentence("003-spawn-allow-any", SPAWNING, '`["*"]` in `allowAgents` is any agent.', ("P2",)),
     Sentence(
         "003-spawn-allow-default", SPAWNING, "Without `allowAgents`, only the requester's own agent.", ("P2",)
     ),
@@ -694,11 +694,11 @@ DIVERGENCES: dict[str, str] = {
     "003-send-announce-posted": "A control token among other words is not posted, and the exchange says so.",
     "004-send-announce-selected": "Nothing selects a channel: as in the others, it is the target's.",
     "003-spawn-no-nesting": "So by default; `maxSpawnDepth` can raise it.",
-    "003-spawn-allow-any": "Anybody who is configured: an agent that does not exist cannot be spawned.",
+    "003-spawn-allow-any": "Any agent that is configured: an agent that does not exist cannot be spawned.",
     "003-spawn-thread": "Where the channel has no threads, or there is none yet, it is refused instead of ignored.",
     "003-spawn-attachments-place": "Under `.antiphon/attachments/<uuid>/`.",
     "004-announce-labels": "With `session.announce.locale` `pt`; English otherwise.",
-    "003-visibility-tree": "With everything spawned below those, and whatever agent they are of.",
+    "003-visibility-tree": "With everything spawned below those, of any agent.",
     "003-sandbox-spawned": "Itself, too. Outside a sandbox the older documents set no limit; ours is `tree`.",
 }
 """Where we do otherwise, and why."""

@@ -67,7 +67,7 @@ TWO = make_config({"agents": {"list": [{"id": "main"}, {"id": "other"}]}})
 GLOBAL = make_config({"session": {"scope": "global"}})
 STUCK = EngineTimings(
     lease_seconds=3600, sweep_interval_seconds=3600, stop_grace_seconds=3600
-)  # nobody ends a run but its owner
+)  # only its owner ends a run
 
 
 async def echo(prompt: Prompt) -> str:
@@ -655,7 +655,7 @@ async def test_what_is_queued_because_something_was_stopped_is_stopped_too(
         assert [e.run_id for e in told if isinstance(e, RunChanged) and e.state == "cancelled"][1:] == ended
         left = app.rows("SELECT id, state FROM runs WHERE origin = 'announce' ORDER BY n")
         assert left == ([] if change == "delete" else [{"id": id, "state": "cancelled"} for id in ended])
-        assert not agent.begun.is_set(), "nobody was asked anything more"
+        assert not agent.begun.is_set(), "no agent was asked anything more"
 
 
 @pytest.mark.requirement("G21")

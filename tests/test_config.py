@@ -1664,7 +1664,7 @@ def test_schema_has_titles_and_descriptions_and_is_json() -> None:
     assert "sessions_spawn" in schema["$defs"]["ToolsConfig"]["properties"]
 
 
-# Whatever is in the file, it loads or it is a ConfigError
+# Any content of the file loads or is a ConfigError
 
 json_values = st.recursive(
     st.none()

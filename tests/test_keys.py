@@ -543,7 +543,7 @@ def test_an_invalid_agent_id_is_never_guessed(text: str) -> None:
 
 
 def test_references_that_were_read_are_remembered_without_what_stood_around_them() -> None:
-    """Whoever writes a million blanks behind a name has them kept by nobody."""
+    """A million blanks behind a name are not kept in memory."""
     kept = grammar._canonicalise_text.cache_info  # pyright: ignore[reportPrivateUsage]
     before = kept().currsize
     for blanks in range(0, 1_000_000, 50_000):

@@ -164,7 +164,7 @@ async def forget(store: Store, key: str, clock: Clock | None = None) -> None:
         [SessionChanged(session_key=GROUP, reason="delete")],
         [SessionChanged(session_key=GROUP, reason="retention")],
         [Gap()],
-        [],  # it was deleted while nobody listened
+        [],  # it was deleted while there was no listener
     ],
 )
 async def test_all_files_of_a_deleted_session_are_removed(

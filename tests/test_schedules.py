@@ -1,4 +1,4 @@
-"""Scheduled jobs: managed by operators, fired exactly once a slot, whatever happens in between.
+"""Scheduled jobs: managed by operators, fired exactly once a slot, also after crashes and changes.
 
 Run as a program, this file is the process of the kill test: see `lives`.
 """
@@ -414,7 +414,7 @@ async def test_a_full_lane_holds_up_no_other_job(tmp_path: Path) -> None:
             await at.app.wait_for_end(f"cron:{fine.id}:{START + hour * HOUR}")
         assert (await at.schedules.run(OPERATOR, stuck.id, "due")).reason == "lane-full"
         assert (await at.get(stuck)).state.last_run_id is None
-        # Nobody tells the scheduler when there is room: it looks again, and not at once.
+        # The scheduler is not notified when there is room: it looks again, and not at once.
         assert await at.scheduler._fire_and_compute_sleep() == UNFIRED_JOB_RETRY_SECONDS  # pyright: ignore[reportPrivateUsage]
         release.set()
         for run in (active, waiting):

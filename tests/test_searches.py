@@ -96,7 +96,7 @@ def rules(draw: st.DrawFn) -> dict[str, Any]:
 
 
 async def _build(tx: Tx, places: list[Place], crowd: int) -> list[str]:
-    """Every conversation has the word; the session ids. Of the crowd nobody but operators may see anything."""
+    """Every conversation has the word; the session ids. Only operators may see sessions of the crowd."""
     ids: list[int] = []
     conversations: list[str] = []
     for place in places:

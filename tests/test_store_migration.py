@@ -1,4 +1,4 @@
-"""`antiphon store migrate`: everything is copied once, whatever happens on the way, or the command reports failure."""
+"""`antiphon store migrate`: everything is copied once, or the command reports failure."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def change(database: Path, *statements: str) -> None:
 
 
 def aside(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """In a loop of its own, whatever loop is running here."""
+    """In a loop of its own, even if another one is running here."""
     results: list[T] = []
     thread = Thread(target=lambda: results.append(asyncio.run(work())))
     thread.start()
@@ -393,7 +393,7 @@ async def test_what_a_killed_process_left_in_the_log_comes_along(
         connection.commit()
         left = Path(
             shutil.copytree(state, tmp_path / "left")
-        )  # as it is on the disk while somebody has it open
+        )  # as it is on the disk while a process has it open
     assert left.joinpath("antiphon.db-wal").stat().st_size
     await migrate_to_postgres(left / "antiphon.db", target, ignore)
     assert ("in the log", 1, 1) in everything(target)["chains"]

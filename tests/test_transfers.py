@@ -311,7 +311,7 @@ async def conversations(state: Path) -> list[ConversationView]:
 
 
 async def _three_conversations(state: Path) -> list[ConversationView]:
-    """`one` and `three` have ended; `two` is current, because somebody went back to it."""
+    """`one` and `three` have ended; `two` is current, because it was restored."""
     async with open_store_exclusive(Config(), state) as store:
         await store.tx(_fill, MAIN, [])
         await store.tx(_say, "one", NOW + 1)
@@ -460,7 +460,7 @@ async def test_a_first_generation_directory(tmp_path: Path) -> None:
     assert (report.failed_count, report.passed_over) == (1, 1)
     first, second = await transcript(tmp_path / "new")
     assert (first["role"], first["content"], first["timestamp"]) == ("user", "hi", NOW)
-    assert second["content"] == [{"type": "text", "text": "yo"}], "what a model cannot read is mended"
+    assert second["content"] == [{"type": "text", "text": "yo"}], "what a model cannot read is repaired"
     main = await described(tmp_path / "new", "main")
     assert (main["sessionId"], main["updatedAt"], main["lastTo"]) == ("s-main", 1_700_000_000_000, "+4912")
     assert (main["thinkingLevel"], main["systemSent"], main["totalTokens"]) == ("high", True, 77)
@@ -619,7 +619,7 @@ SAID = {f"{FIRST}.jsonl": [header(FIRST), entry_line("a", None, user("theirs"))]
 
 
 async def _set(tx: Tx, key: str, settings: dict[str, str], route: str | None = None) -> None:
-    """As somebody here has set it."""
+    """As an operator has set it here."""
     row = await session_rows.find_session(tx, keys.parse(key), None) or await session_rows.create_session(
         tx, keys.parse(key), NOW
     )
@@ -776,7 +776,7 @@ async def test_a_dry_run_tells_of_sessions_that_want_the_same(
 
 @pytest.mark.anyio
 async def test_a_label_is_given_to_one_session_of_an_agent(tmp_path: Path) -> None:
-    """To the newest, and what is archived keeps its own, as when somebody labels them here."""
+    """To the newest, and what is archived keeps its own, as when an operator labels them here."""
     archived = HOME | {"archivedAt": NOW, "updatedAt": 5}
     folder(tmp_path / "old", entries(cron_x=HOME, cron_y=HOME | {"displayName": "Y"}, cron_z=archived), {})
     folder(tmp_path / "old", entries(cron_a=HOME), {}, "helper")
@@ -840,7 +840,7 @@ async def test_only_one_agent_and_its_model_override(tmp_path: Path) -> None:
     assert (await described(tmp_path / "new", FIRST, config))["model"] == "p/m"
     assert (await brought(tmp_path / "new", tmp_path, config)).imported == 1
     assert (await described(tmp_path / "new", SECOND, config)).get("model") != "q/x", (
-        "a model nobody serves would fail every turn"
+        "an unavailable model would fail every turn"
     )
     again = await export_everything(tmp_path / "new", tmp_path / "out")
     index = json.loads("".join(again["sessions.json"]))

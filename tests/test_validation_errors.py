@@ -85,8 +85,8 @@ ESCAPES = st.sampled_from(
 def test_lone_surrogates_are_replaced_and_nothing_else(text: str, as_bytes: bool) -> None:
     raw = f'{{"{text}": ["{text}"]}}'
     whole = json.dumps(json.loads(raw), ensure_ascii=False).encode("utf-16", "surrogatepass")
-    mended = validation_errors.replace_lone_surrogates(raw.encode() if as_bytes else raw)
-    assert msgspec.json.decode(mended) == json.loads(whole.decode("utf-16", "replace"))
+    replaced = validation_errors.replace_lone_surrogates(raw.encode() if as_bytes else raw)
+    assert msgspec.json.decode(replaced) == json.loads(whole.decode("utf-16", "replace"))
 
 
 def test_what_is_no_json_does_not_become_any() -> None:

@@ -64,7 +64,7 @@ async def test_listening_begins_with_the_context_and_ends_with_it(bus: EventBus)
 
 
 async def test_has_listeners_is_false_without_listeners() -> None:
-    """The publisher of an event that nobody wants need not build it."""
+    """The publisher of an event without listeners need not build it."""
     bus = LocalBus()
     assert not bus.has_listeners("t")
     async with bus.listen("t"), bus.listen("session.*"):
@@ -83,7 +83,7 @@ async def test_a_listener_wakes_when_something_comes(bus: EventBus) -> None:
 
 @pytest.mark.requirement("G38")
 async def test_a_slow_listener_gets_a_gap_and_delays_no_other(bus: EventBus) -> None:
-    """Whatever is dropped, a Gap stands in its place; what follows the Gap is in order and without a hole."""
+    """A Gap replaces the events that are dropped; what follows it is in order and complete."""
     async with bus.listen("t") as slow, bus.listen("t") as quick:
         for number in range(50):
             bus.publish("t", event(number))

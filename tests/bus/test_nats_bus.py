@@ -218,7 +218,7 @@ async def test_a_publisher_that_was_disconnected_sends_a_gap(make: Make) -> None
         client = a._connection.client  # pyright: ignore[reportPrivateUsage]
         assert client is not None
         await client.close()
-        a.publish("session.1", event(1))  # nobody elsewhere hears of it
+        a.publish("session.1", event(1))  # no other connection receives it
         assert await listener.get(BOUND) == Gap()
         assert await again(b, listener, a, "session.1", 2) == []
 
@@ -232,7 +232,7 @@ async def test_without_a_server_local_events_are_delivered(make: Make) -> None:
                 a.publish("sessions", event(1))
                 assert await near.get(BOUND) == event(1)
                 await asyncio.to_thread(server.start)
-                assert await far.get(BOUND) == Gap()  # it entered while nobody could be told
+                assert await far.get(BOUND) == Gap()  # it was published while no listener could be reached
                 assert await near.get(BOUND) == Gap()
                 assert await again(b, far, a, "sessions", 2) in ([], [Gap()])
 

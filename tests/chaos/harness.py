@@ -45,7 +45,7 @@ def get_store_arguments(state_dir: Path) -> list[str]:
 
 
 def expire_leases(state_dir: Path) -> None:
-    """End the leases of the dead: one who shares its store waits for that, and nobody has the time here."""
+    """End the leases of the dead: a process that shares its store waits for that, which would take too long here."""
     if chosen.postgres:
         query_database(state_dir / DATABASE, "UPDATE owners SET lease_until = 0")
         query_database(state_dir / DATABASE, "UPDATE watch SET until = 0")

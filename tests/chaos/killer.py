@@ -15,7 +15,7 @@ from antiphon.store.postgres.connection import PgServer
 from support.app_fixture import BOUND, DATABASE
 from support.commit_watcher import CommitWatcher
 
-# Everything that is under way, read beside the engine: what an earlier process began is nobody's to wait for.
+# Everything that is under way, read beside the engine: what an earlier process began has no one waiting for it.
 UNFINISHED = """
 SELECT EXISTS (SELECT 1 FROM runs WHERE state IN ('queued', 'running'))
     OR EXISTS (SELECT 1 FROM exchanges WHERE phase <> 'settled')

@@ -1,4 +1,4 @@
-"""A society of fifty agents under random schedules and real kills: nothing is lost, nothing twice, nobody held up.
+"""Fifty agents under random schedules and real kills: nothing is lost or repeated, and no agent is held up.
 
 What is checked is read from the store, as in the rest of the crash suite. `ANTIPHON_SOCIETY_SECONDS=600` goes on
 with further seeds for that long.
@@ -112,7 +112,7 @@ def test_fifty_agents_talk_and_spawn_at_random_and_are_killed_in_between(tmp_pat
     until_ = time.monotonic() + SECONDS
     for seed in count(1):
         snapshot = suffer(tmp_path, seed)
-        # It was worth it: every kind of step happened, and somebody waited and was told.
+        # It was worth it: every kind of step happened, and waits were answered.
         assert {run["origin"] for run in snapshot.runs} >= {
             "chat",
             "sessions_send",
@@ -136,7 +136,7 @@ class Asked(NamedTuple):
     tool: str
     words: str
     told: dict[str, Any]
-    """What it answered; nothing if its run was given up, and then nobody knows whether it had its effect."""
+    """What it answered; nothing if its run was given up, and then it is unknown whether it had its effect."""
 
 
 def asked(snapshot: StoreSnapshot) -> list[Asked]:
@@ -152,7 +152,7 @@ def asked(snapshot: StoreSnapshot) -> list[Asked]:
 
 
 def lost(snapshot: StoreSnapshot) -> list[str]:
-    """Whatever was accepted has come to its end, with the words it was to come to."""
+    """All accepted work has ended with the expected text."""
     wrong = [f"{run['id']} is {run['state']}" for run in snapshot.runs if run["ended_at"] is None]
     wrong += [
         f"{s['key']} is {s['state']}" for s in snapshot.sessions if s["state"] != "idle" or s["yielded"]
@@ -240,7 +240,7 @@ def order(snapshot: StoreSnapshot) -> list[str]:
 
 
 def held(snapshot: StoreSnapshot) -> list[str]:
-    """Nobody waits for longer than the work before it in its own lane takes, whoever waits for whom elsewhere."""
+    """No run waits longer than the work before it in its own lane takes, with any waits between other lanes."""
     wrong: list[str] = []
     for lane in lanes(snapshot):
         for place, run in enumerate(lane):

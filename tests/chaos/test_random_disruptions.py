@@ -1,4 +1,4 @@
-"""Random send, spawn, steer, yield, abort, reset, delete and kill -9 leave nothing for the sweeper and nobody waiting.
+"""Random send, spawn, steer, yield, abort, reset, delete and kill -9 leave no work or wait to the sweeper.
 
 `ANTIPHON_UPHEAVAL_SECONDS=600` goes on with further seeds for that long.
 """
@@ -43,7 +43,7 @@ def suffer(home: Path, seed: int) -> StoreSnapshot:
 
 
 def left(snapshot: StoreSnapshot) -> list[str]:
-    """Whatever is still under way although everything is quiet."""
+    """Work that is still in progress although everything is quiet."""
     wrong = [f"{run['id']} is {run['state']}" for run in snapshot.runs if run["ended_at"] is None]
     wrong += [f"{run['id']} waits to be woken" for run in snapshot.runs if run.get("woken_by")]
     wrong += [

@@ -25,7 +25,7 @@ FOLLOWING = {"sessions_send", "reply-back", "announce", "sessions_spawn", "note"
 
 
 def always(state_dir: Path, accepted: Iterable[str]) -> list[str]:
-    """What must hold whenever anybody looks. `accepted` are the keys a caller was told of."""
+    """What must hold at any time. `accepted` are the keys a caller was told of."""
     snapshot = StoreSnapshot(state_dir)
     present = {run["id"] for run in snapshot.runs}
     wrong = [f"{key} was accepted and is not in the store" for key in accepted if key not in present]
@@ -104,7 +104,7 @@ def _known_results(snapshot: StoreSnapshot, run: Row) -> list[str]:
             open_calls = {block["id"] for block in body["content"] if block["type"] == "toolCall"}
         elif entry["role"] == "toolResult":
             if body["toolCallId"] not in open_calls:
-                wrong.append(f"{run['id']} has a result for {body['toolCallId']} that nobody waits for")
+                wrong.append(f"{run['id']} has a result for {body['toolCallId']} that no call waits for")
             open_calls.discard(body["toolCallId"])
     if open_calls and run["state"] not in {"queued", "running"}:
         wrong.append(f"{run['id']} ended without the results of {open_calls}")
@@ -159,7 +159,7 @@ def _outcome(snapshot: StoreSnapshot, planned: Planned) -> list[str]:
 
 
 def _noted(snapshot: StoreSnapshot, calls: Iterable[Call]) -> list[str]:
-    """A foreign tool: once if its result says so, at most once if the result says that nobody knows."""
+    """A foreign tool: once if its result says so, at most once if the result says that it is unknown."""
     wrong: list[str] = []
     for call in calls:
         if not call.interrupted and snapshot.notes[call.key] != 1:
@@ -181,7 +181,7 @@ def _told(snapshot: StoreSnapshot, told: dict[str, Call], plan: Sequence[Planned
             continue
         call = told.pop(run["id"], None)
         if call is None:
-            wrong.append(f"nobody asked for the run {run['id']}")
+            wrong.append(f"the run {run['id']} was never requested")
             continue
         heard = (snapshot.key_of(run["session"]), json.loads(run["input"])["content"], run["state"])
         if heard != (call.arguments["session"], call.arguments["text"], "ok"):
@@ -221,7 +221,7 @@ def _charged(snapshot: StoreSnapshot, run: Row) -> list[str]:
 
 
 def out_of_turn(snapshot: StoreSnapshot, sent: Sequence[str]) -> list[str]:
-    """What one sender sent after the other has been answered in that order, whoever else was heard in between."""
+    """What one sender sent after the other has been answered in that order, although others wrote in between."""
     places = {key: place for place, key in enumerate(sent)}
     wrong: list[str] = []
     for session in snapshot.sessions:

@@ -124,7 +124,7 @@ async def play(state_dir: Path, name: str, kill: str, place: DatabaseLocation | 
         channel: FileChannel(state_dir / f"{channel}.txt", channel == KEYED, killer)
         for channel in (KEYED, UNKEYED)
     }
-    # Children are deleted by the sweeper, which is in no hurry unless somebody waits for it.
+    # Children are deleted by the sweeper, which is in no hurry unless a caller waits for it.
     sweeping = any(spawned.cleanup == "delete" for each in planned for spawned in each.spawns)
     # Where others may share the store, every look around begins with a commit: not too many of them to be killed at.
     timings = EngineTimings(sweep_interval_seconds=0.5 if place else 0.05) if sweeping else EngineTimings()

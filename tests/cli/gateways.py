@@ -1,4 +1,4 @@
-"""A real `antiphon up` beside the commands of a test. Whatever is still running when its test ends is killed."""
+"""A real `antiphon up` beside the commands of a test. A gateway that still runs when its test ends is killed."""
 
 from __future__ import annotations
 

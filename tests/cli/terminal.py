@@ -70,7 +70,7 @@ class Program:
         }
 
     def configure(self, config: Mapping[str, Any]) -> None:
-        """Write its configuration, as somebody would whose home is not for others to read."""
+        """Write its configuration, readable by its owner only."""
         self.state.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self.state / "config.json5"
         path.write_text(json.dumps(config))

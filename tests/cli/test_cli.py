@@ -640,7 +640,7 @@ async def test_a_directory_that_may_not_be_entered_is_a_finding_among_others(ope
     paths = Paths(open_path / "config.json5", False, open_path / "locked" / "state")
     paths.state_dir.mkdir(parents=True)
     paths.config.write_text("{}")
-    # What is imported on the way is not for everybody to read.
+    # What is imported on the way is private.
     assert await run_checks(paths) and list(check_gateways(paths.state_dir, Config()))
     (open_path / "locked").chmod(0)
     with drop_privileges():

@@ -240,7 +240,7 @@ Behaviour = Callable[[ServerConnection, Json], Awaitable[None]]
 async def pretended(
     behave: Behaviour, hello: Json | None = None
 ) -> AsyncGenerator[tuple[Client, list[Json]]]:
-    """A client of a gateway that lets everybody in and then does this; and every request it got."""
+    """A client of a gateway that accepts all clients and then does this; and every request it got."""
     asked: list[Json] = []
 
     async def speak(socket: ServerConnection) -> None:

@@ -86,7 +86,7 @@ class SlowLookup(LocalBackend):
 
 
 class Hasty(LocalBackend):
-    """Hears of the end of the first answer at the very moment at which somebody types the next line."""
+    """Hears of the end of the first answer at the very moment at which the next line is typed."""
 
     def __init__(self, operations: Operations, renderer: ChatRenderer, typist: Typist) -> None:
         super().__init__(operations)

@@ -131,7 +131,7 @@ def test_a_command_elsewhere_does_not_become_a_replica(
         refused = elsewhere.run("send", "main", "say hello")
         assert refused.code != 0
         assert f"--url {gateway.url}" in refused.err
-        assert elsewhere.run("sessions", "list").code == 0  # looking takes nothing from anybody
+        assert elsewhere.run("sessions", "list").code == 0  # reading takes nothing away
         assert gateway.url in elsewhere.run("status").out
         assert program.say("say hello") == "hello\n"
         assert gateway.stop() == 0

@@ -22,7 +22,7 @@ from cli.terminal import BOUND, Program, Terminal
 pytestmark = pytest.mark.requirement("R")
 
 SOON = 25.0  # seconds, where a lost gateway would be waited for much longer
-AT_ONCE = 3.0  # seconds, where one that hangs is waited for by nobody
+AT_ONCE = 3.0  # seconds, so that one that hangs is not waited for
 AGAIN = "Press Ctrl-C again or Ctrl-D to leave"
 HEARD = "will be sent when the gateway is back"
 WORDS = "a b c d e f g h i j k l m n o p q r s t u v w x y z"
@@ -69,7 +69,7 @@ def begin(terminal: Terminal, question: str = LONG) -> None:
 
 
 def asked(program: Program) -> list[str]:
-    """What a person has said in the session, read beside whoever owns it."""
+    """What a person has said in the session, read beside its owner."""
     found = program.run("sessions", "history", "main", "--json").json["messages"]
     return [item["content"] for item in found if item["role"] == "user"]
 
@@ -152,7 +152,7 @@ def test_what_was_typed_just_before_leaving_is_sent(program: Program) -> None:
 
 
 def test_while_the_gateway_hangs(program: Program) -> None:
-    """Nobody knows what became of the message; a command is none."""
+    """The outcome of the message is unknown; a command is none."""
     doubt = "`antiphon sessions history agent:main:main` shows whether this was sent: say unsure"
     with up(program) as gateway:
         for typed, told in (("say unsure", [doubt]), ("/status", [])):
@@ -177,7 +177,7 @@ def test_a_long_paste_is_said_whole_and_in_order(program: Program, end: str) -> 
     lines = [f"say {number}" for number in range(300)]
     with up(program), program.terminal("chat") as terminal:
         terminal.expect("you> ")
-        # A terminal takes only as much as the chat has read, so that somebody else has to paste.
+        # A terminal takes only as much as the chat has read, so that a thread has to paste.
         paste = threading.Thread(target=terminal.press, args=(end.join([*lines, ""]).encode(),), daemon=True)
         paste.start()
         terminal.expect(r"main> 299\n")
@@ -242,7 +242,7 @@ def hasty(program: Program) -> Program:
 
 @pytest.fixture
 def patient(program: Program) -> Program:
-    """One that waits long enough for somebody to type a line."""
+    """One that waits long enough for a line to be typed."""
     return replace(program, command=(sys.executable, "-c", HASTY.replace("0.5", "8")))
 
 

@@ -20,7 +20,7 @@ SIDE = "agent:main:dashboard:side"
 
 @pytest.fixture(params=["alone", "gateway"])
 def talked(program: Program, request: pytest.FixtureRequest) -> Generator[Program]:
-    """Somebody has said something in two sessions."""
+    """Two sessions with messages."""
     with up(program) if request.param == "gateway" else nullcontext():
         assert program.run("send", "main", "say the parrot is green", "--wait", "30").code == 0
         assert program.run("send", SIDE, "say a parrot, too", "--wait", "30").code == 0
@@ -172,11 +172,11 @@ def test_nothing_is_made_where_nothing_is(program: Program) -> None:
     assert (read.code, program.state.exists()) == (7, False)
 
 
-# --- searching where nobody hosts ---
+# --- searching without a gateway ---
 
 
 def talked_much(program: Program, entries: int) -> None:
-    """Words that nobody has indexed yet."""
+    """Words that are not indexed yet."""
     conversation = "11111111-1111-4111-8111-111111111111"
     folder = program.home / "before" / "agents" / "main" / "sessions"
     folder.mkdir(parents=True)
@@ -219,11 +219,11 @@ def test_a_search_brings_nothing_up_to_date(program: Program) -> None:
         assert connection.execute("PRAGMA user_version").fetchone() == (known - 1,)
 
 
-# --- deleting where nobody hosts ---
+# --- deleting without a gateway ---
 
 
 def abandoned(program: Program, session: str, *more: str) -> None:
-    """Somebody asks there, and is killed while it is answered."""
+    """A process asks there, and is killed while it is answered."""
     process = program.start("send", session, "slow 600 a b", "--wait", "60", *more)
     until = time.monotonic() + BOUND
     while (session, "running", 1) not in standing(program):

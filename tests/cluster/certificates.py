@@ -1,4 +1,4 @@
-"""Certificates of an authority that nobody knows, as somebody makes them for their own servers."""
+"""Certificates of a private authority, as people make them for their own servers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A real PostgreSQL server from a wheel: started once, killed and started again on the same data when a test wants to.
 
 PostgreSQL does not run as root. Where the tests do, it runs as another user on a copy of its programs in a directory of
-its own, so that nobody else's directories have to be opened to that user.
+its own, so that no other directories have to be opened to that user.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 BOUND = 30.0
 PREFIX = "antiphon-pg-"
-ABANDONED = 7200.0  # seconds after which a directory without a server is nobody's
+ABANDONED = 7200.0  # seconds after which a directory without a server is removed
 NOBODY = 65534
 USER = "antiphon"
 TEMPLATE = "template"
@@ -224,7 +224,7 @@ class Postgres:
         return PgServer(self.url(database), PASSWORD)
 
     def rows(self, name: object, sql: str, *params: object) -> list[dict[str, Any]]:
-        """What a statement gives in the database of this name, whatever loop is running here."""
+        """What a statement gives in the database of this name, even if another loop is running here."""
         self._making(name).result(BOUND)
         return self.loop_thread.ask(self._rows(_database(name), sql, params)).result(BOUND)
 

@@ -1,8 +1,8 @@
 """What three replicas are asked for while the weather is bad, and what clients see of it.
 
-The messages are those of the crash suite (`chaos.scenario`), each of which has one right outcome. Whoever writes to a
-session writes its next message when the one before is accepted, so that their order is known; everybody waits for the
-ends of their runs, and some watch.
+The messages are those of the crash suite (`chaos.scenario`), each of which has one right outcome. A client writes its
+next message to a session when the one before is accepted, so that their order is known; all clients wait for the ends
+of their runs, and some watch.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Load:
     """Seconds that a message took to be accepted."""
 
     async def run(self) -> None:
-        """Until everything that was accepted has ended and everybody has been told."""
+        """Until all accepted runs have ended and all clients have seen it."""
         for place in sorted({*places(list(self.plan)), *(f"agent:main:direct:s{n}" for n in range(WATCHED))}):
             await self.replica_set.ask_until_done("open", session=place)
         self.watchers = [
@@ -105,7 +105,7 @@ class Load:
             async with asyncio.TaskGroup() as writing:
                 await self._write(writing)
             await self.replica_set.until(self._worked_off, ENDING, what="everything has ended")
-            await self.replica_set.until(self._all_seen, what="everybody has seen everything")
+            await self.replica_set.until(self._all_seen, what="all clients have seen everything")
         finally:
             for task in watching:
                 task.cancel()
@@ -154,13 +154,13 @@ class Load:
         places = {planned.key: place for place, planned in enumerate(self.plan)}
         accepted = sorted(self.accepted, key=lambda planned: places[planned.key])
         wrong = finally_(self.replica_set.home, accepted)
-        wrong += [f"nobody was told of the end of {p.key}" for p in accepted if p.key not in self.answered]
+        wrong += [f"no client saw the end of {p.key}" for p in accepted if p.key not in self.answered]
         wrong += [line for watcher in self.watchers for line in watcher.wrong(snapshot)]
         return wrong + order(snapshot, accepted) + misdated(snapshot)
 
 
 def misdated(snapshot: StoreSnapshot) -> list[str]:
-    """Whatever the clock of the machine says that it was answered on, an answer is dated by that of all."""
+    """An answer is dated by the shared clock, not by that of the machine on which it was given."""
     # The words of a note have waited for their turn.
     answers = [
         entry

@@ -24,7 +24,7 @@ class Moment:
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def happen(self) -> None:
-        """Once; whoever comes later waits until it is over."""
+        """Once; later callers wait until it is over."""
         if self.reached.is_set():
             await self.over.wait()
             return
@@ -78,7 +78,7 @@ class Proxy:
         return moment
 
     def stall(self) -> None:
-        """Nothing goes through any more, and nobody is told."""
+        """Nothing goes through any more, without a notice."""
         self._flowing.clear()
 
     def flow(self) -> None:

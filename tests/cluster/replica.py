@@ -92,7 +92,7 @@ class RequestHandler:
         try:
             told = await work(id, **given) if do == "follow" else await work(**given)
         except AntiphonError as error:
-            # Whoever waits here until the store is closed would by then have lost the socket of a real gateway.
+            # A client that waits here until the store is closed would by then have lost the socket of a real gateway.
             closed = isinstance(error, StoreError) and self._stopping.is_set()
             say(id=id, error=str(error), code=Unavailable.code if closed else error.code)
         else:

@@ -82,7 +82,7 @@ class NatsServer:
                 self._log.append(line)
                 if READY in line:
                     self._ready.set()
-        self._ready.set()  # It has ended; whoever waits looks why.
+        self._ready.set()  # It has ended; those that wait find out why.
 
     def kill(self) -> None:
         """At once, as the kernel does it."""

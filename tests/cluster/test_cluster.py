@@ -1,4 +1,4 @@
-"""Three replicas in all weathers: nothing is lost, nothing happens twice, everybody is told, in order.
+"""Three replicas in all weathers: nothing is lost or repeated, and all clients get all events in order.
 
 What is checked is read from the database when every replica has left. `--storm 600` goes on for that long, with
 further seeds; what the weather was is written into the report.

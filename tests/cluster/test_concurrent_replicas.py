@@ -52,7 +52,7 @@ async def test_the_same_key_is_the_same_request_on_every_replica(tmp_path: Path,
 
 @pytest.mark.requirement("S7", "G12")
 async def test_two_sessions_do_not_wait_for_each_other(tmp_path: Path, postgres: Postgres) -> None:
-    """Each asks the other in the same moment, on another replica: one of them is refused, and nobody waits in vain."""
+    """Each asks the other in the same moment, on another replica: one of them is refused, and no wait is in vain."""
     async with open_replica_set(tmp_path, postgres) as replica_set:
         for session in (MAIN, HELPER):
             await replica_set.ask_until_done("open", session=session)
@@ -72,7 +72,7 @@ async def test_two_sessions_do_not_wait_for_each_other(tmp_path: Path, postgres:
 
 @pytest.mark.requirement("G9")
 async def test_a_session_that_is_deleted_while_others_write_to_it(tmp_path: Path, postgres: Postgres) -> None:
-    """What was accepted is answered, or gone with its session: nothing is left that nobody can move."""
+    """What was accepted is answered, or gone with its session: nothing is left that no process can take up."""
     async with open_replica_set(tmp_path, postgres) as replica_set:
         one, other, third = replica_set.replicas
         for number in range(TIMES):

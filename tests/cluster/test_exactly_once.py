@@ -40,7 +40,7 @@ async def test_a_job_fires_once_per_slot_and_outlives_the_replica_that_added_it(
         slots = [int(run["id"].rpartition(":")[2]) for run in replica_set.rows(FIRINGS)]
         assert len(set(slots)) == len(slots)
         assert slots == sorted(slots)
-        # Those that nobody was there for are one firing, for the latest of them.
+        # Those missed while no process ran are one firing, for the latest of them.
         assert all((slot - slots[0]) % 1000 == 0 for slot in slots)
 
 

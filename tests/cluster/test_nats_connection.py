@@ -297,7 +297,7 @@ async def test_a_certificate_for_another_name_is_not_trusted(tmp_path: Path) -> 
 
 
 async def test_credentials_are_not_sent_to_a_server_that_does_not_encrypt(tmp_path: Path) -> None:
-    """Also when somebody in between has only taken the wish to encrypt out of its greeting."""
+    """Also when an attacker in between only removed the request to encrypt from its greeting."""
     said: list[bytes] = []
 
     async def plain(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

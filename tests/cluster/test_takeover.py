@@ -70,7 +70,7 @@ async def test_runs_of_a_killed_replica_are_resumed_soon(tmp_path: Path, postgre
         waiting = asyncio.create_task(_others(replica_set, owner)[0].ask("wait", run="run", seconds=BOUND))
         await owner.kill()
         await taken_from(replica_set, owner, BOUND)
-        # Whoever waited for it elsewhere is told, and has not had to ask again.
+        # A caller that waited for it elsewhere gets the result without asking again.
         assert (await waiting)["reply"] == WORDS
         told_once(replica_set)
 
@@ -100,14 +100,14 @@ async def test_a_replica_paused_longer_than_its_lease_changes_nothing(
 async def test_a_stopping_replica_hands_over_unfinished_runs_at_once(
     tmp_path: Path, postgres: Postgres
 ) -> None:
-    """A lease so long that nobody can have waited for it."""
+    """A lease too long for any test to wait for it."""
     async with open_replica_set(tmp_path, postgres, bus={"ackWaitSeconds": 60}) as replica_set:
         owner = await begin(replica_set, 4.0)
         leaving = asyncio.create_task(owner.leave())
         await taken_from(replica_set, owner, DRAIN + 5 + HANDOVER)
         assert await leaving == 0
         assert (await replica_set.wait_for_run_end("run"))["reply"] == WORDS
-        # To leave is nobody's failure: it does not count as an attempt.
+        # To leave is no failure: it does not count as an attempt.
         assert (await replica_set.look("SELECT attempts FROM runs WHERE id = 'run'"))[0]["attempts"] == 1
         told_once(replica_set)
 
@@ -165,7 +165,7 @@ async def test_one_subscription_sees_everything_while_others_are_killed(
 
 @pytest.mark.requirement("S4", "G16")
 async def test_waits_and_stops_work_wherever_they_are_asked_for(tmp_path: Path, postgres: Postgres) -> None:
-    """Nobody looks for stops here: who plays the run is told."""
+    """Nothing polls for stops here: the process of the run is notified."""
     async with open_replica_set(tmp_path, postgres, timings={"sweep_interval_seconds": 600.0}) as replica_set:
         owner = await begin(replica_set, BOUND)
         one, other = _others(replica_set, owner)

@@ -27,7 +27,7 @@ async def lose(url: str) -> set[str]:
         await subscribe(client, "x", hear)
 
     def troubled(error: Exception) -> None:
-        """Somebody says something in the moment between the loss and its being noticed."""
+        """A message is sent between the loss and its detection."""
         clients[0]._pending, clients[0]._pending_data_size = [b"PUB x 1\r\n1\r\n"], 10
 
     again = asyncio.Event()

@@ -248,7 +248,7 @@ async def test_a_grant_covers_one_whole_call_of_one_agent(tmp_path: Path) -> Non
         await app.wait_for_end(run_id)
         payer.rounds = ([{"amount": 5, "to": "x"}], [{"to": "x", "amount": 5}])
         assert (await app.ask("again")).reply == "paid 5 | paid 5", (
-            "not asked, whatever the order of the arguments"
+            "not asked, with the arguments in any order"
         )
         rows = app.rows("SELECT DISTINCT always, decided_by FROM approvals WHERE run_id <> ?", run_id)
         [grant] = await app.operations.approvals.list_grants(OPERATOR)

@@ -1,4 +1,4 @@
-"""What is put away: sub-agents whose time is over, with their files, and records that nobody will ask for any more."""
+"""What is put away: sub-agents whose time is over, with their files, and records that are no longer needed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def sweep(agents: AgentsFixture) -> list[str]:
 
 
 async def queue(agents: AgentsFixture, key: str, run_id: str, origin: str = "chat") -> None:
-    """Accepted, and not taken up by anybody yet."""
+    """Accepted, and not claimed yet."""
     (row,) = agents.rows("SELECT id FROM sessions WHERE key = ?", key)
     message = UserMessage(content="one more thing", timestamp=1)
     waiting = Submission(run_id=run_id, session=row["id"], session_key=key, origin=origin, message=message)
@@ -111,7 +111,7 @@ async def test_a_note_keeps_no_child(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("G1", "G13")
 async def test_a_session_with_an_accepted_message_cannot_be_forgotten(tmp_path: Path) -> None:
-    """Whoever asks for it without having looked is refused by the store, and nothing has happened."""
+    """An unchecked request is refused by the store, and changes nothing."""
     async with open_agents_fixture(
         make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, timings=SLOW
     ) as agents:

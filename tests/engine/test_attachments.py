@@ -127,7 +127,7 @@ def workspace(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A directory that is nobody's business."""
+    """A directory that must stay untouched."""
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "precious").write_text("kept")
     return tmp_path / "outside"
@@ -423,7 +423,7 @@ def test_a_workspace_that_is_missing_or_leads_in_a_circle_is_said_so(tmp_path: P
     assert tree(tmp_path) == {"circle": "circle"}
 
 
-# --- somebody else at the same time ---
+# --- another process at the same time ---
 
 
 @contextmanager

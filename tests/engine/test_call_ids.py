@@ -1,4 +1,4 @@
-"""The ids of a run's tool calls: one each for the whole run, whatever was cut from its prompt and whoever plays it."""
+"""The ids of a run's tool calls: one each for the whole run, with any part cut from its prompt, and in any process."""
 
 from __future__ import annotations
 

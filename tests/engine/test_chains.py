@@ -1,4 +1,4 @@
-"""Chains of messages between sessions: none goes on for ever, and nobody waits in a circle."""
+"""Chains of messages between sessions: none is endless, and no waits form a cycle."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ async def test_waiting_again_for_what_was_sent_before_is_a_wait_too(tmp_path: Pa
 
 @pytest.mark.requirement("G12")
 async def test_who_waits_holds_no_slot(tmp_path: Path) -> None:
-    """Only one sub-agent may be in a model step, and each of them waits for somebody who waits for another one."""
+    """Only one sub-agent may be in a model step, and each of them waits for one that waits for another."""
     config = make_agents_config(
         "helper",
         agents={"defaults": {"subagents": {"maxConcurrent": 1, "maxSpawnDepth": 2}}},
@@ -339,10 +339,10 @@ async def test_a_ring_that_forwards_for_ever_stops_at_the_limit_by_name(tmp_path
 
 @pytest.mark.requirement("S7", "G14")
 async def test_a_chain_of_any_shape_ends_at_its_number_of_runs(tmp_path: Path) -> None:
-    """Everybody asks everybody: the tree would have 3 + 9 + 27 … runs, and is cut at ten."""
+    """All agents ask each other: the tree would have 3 + 9 + 27 … runs, and is cut at ten."""
     names = ["a", "b", "c", "d"]
 
-    def everybody(prompt: Prompt) -> AssistantMessage | str:
+    def ask_all(prompt: Prompt) -> AssistantMessage | str:
         if get_tool_result(prompt) is not None:
             return "asked"
         own = prompt.agent_id
@@ -357,7 +357,7 @@ async def test_a_chain_of_any_shape_ends_at_its_number_of_runs(tmp_path: Path) -
         return AssistantMessage(content=blocks, timestamp=1)
 
     config = make_agents_config(*names, session={"agentToAgent": {"maxRuns": 10, "maxHops": 1000}})
-    functions = {name: ScriptedAgent(everybody) for name in names}
+    functions = {name: ScriptedAgent(ask_all) for name in names}
     async with open_agents_fixture(config, tmp_path, functions=functions) as agents:
         await agents.open_sessions(*map(main_of, names))
         warned = await list_changed_sessions(agents, "chain_limit", lambda: agents.ask("go", main_of("a")))

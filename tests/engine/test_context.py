@@ -127,14 +127,14 @@ def played(draw: st.DrawFn) -> list[Message]:
 
 
 def problem(messages: Sequence[Message]) -> str | None:
-    """Why this is not a valid conversation: written from the providers' rules, not from `mend`."""
+    """Why this is not a valid conversation: written from the providers' rules, not from `repair_messages`."""
     waiting: set[str] = set()
     if messages and not isinstance(messages[0], UserMessage | CompactionEntry):
         return "it does not begin with a question"
     for message in messages:
         if isinstance(message, ToolResult):
             if message.tool_call_id not in waiting:
-                return f"a result for {message.tool_call_id} that nobody waits for"
+                return f"a result for {message.tool_call_id} that no call waits for"
             waiting.remove(message.tool_call_id)
             continue
         if waiting:
@@ -153,17 +153,17 @@ def problem(messages: Sequence[Message]) -> str | None:
 @settings(max_examples=400, deadline=None)
 @given(ANYTHING | played())
 def test_any_interrupted_conversation_is_repaired(messages: list[Message]) -> None:
-    mended = context.repair_messages(messages)
-    assert problem(mended) is None
-    assert context.repair_messages(mended) == mended
+    repaired = context.repair_messages(messages)
+    assert problem(repaired) is None
+    assert context.repair_messages(repaired) == repaired
     # Nothing a person said is lost, and what was valid before is left as it is.
     asked = [message for message in messages if isinstance(message, UserMessage | CompactionEntry)]
-    assert [message for message in mended if isinstance(message, UserMessage | CompactionEntry)] == asked
+    assert [message for message in repaired if isinstance(message, UserMessage | CompactionEntry)] == asked
     broken = [
         m for m in messages if isinstance(m, AssistantMessage) and m.stop_reason in {"error", "aborted"}
     ]
     if problem(messages) is None and not broken:
-        assert [message for message in mended if message in messages] == [
+        assert [message for message in repaired if message in messages] == [
             message for message in messages if not is_silent(message)
         ]
 
@@ -687,7 +687,7 @@ DEFAULTS: dict[str, Any] = {
 async def test_a_small_window_is_enough_for_any_number_of_turns(
     tmp_path: Path, limit: int, summary: int, *, known: bool
 ) -> None:
-    """With the settings that nobody has changed; the summary may be as long as it likes."""
+    """With the default settings; the summary may be as long as it likes."""
     runtime = Small(limit, known=known, summary=summary)
     async with open_app_fixture(tmp_path, runtime, **DEFAULTS) as app:
         for _ in range(40):

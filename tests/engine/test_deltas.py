@@ -87,7 +87,7 @@ def test_pieces_are_gathered_for_forty_to_sixty_milliseconds(
     time: Time, bus: Heard, stream: DeltaStream
 ) -> None:
     stream.text("first")
-    assert bus.texts == ["first"]  # nobody waits for the first word
+    assert bus.texts == ["first"]  # the first word is sent at once
     for _ in range(39):
         time.advance(1)
         stream.text(".")

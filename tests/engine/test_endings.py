@@ -34,13 +34,13 @@ from support.app_fixture import (
 pytestmark = pytest.mark.anyio
 
 BRISK = EngineTimings(lease_seconds=3600, sweep_interval_seconds=0.01)
-SLOW = EngineTimings(lease_seconds=3600, sweep_interval_seconds=3600)  # nobody else looks after a lane
+SLOW = EngineTimings(lease_seconds=3600, sweep_interval_seconds=3600)  # no other process takes over a lane
 FACE = "\N{GRINNING FACE}"
 HIGH, LOW = "\ud83d", "\ude00"
 
 
 class Peculiar:
-    """A runtime that answers with whatever it is given, the first time, and counts how often it is asked."""
+    """A runtime that gives the first of its answers once, and counts how often it is asked."""
 
     reads_history = True
     context_window = None
@@ -59,7 +59,7 @@ class Peculiar:
 
 
 def queue(app: AppFixture, run_id: str, origin: str, input: str) -> None:
-    """Behind whatever is played, and without a hint that it is there."""
+    """Appended to any answer, and without a sign that it is there."""
     sql = "INSERT INTO runs (id, session, origin, digest, input, created_at) SELECT ?, id, ?, '', ?, ? FROM sessions"
     app.rows(sql, run_id, origin, input, app.clock.now())
 
@@ -196,7 +196,7 @@ async def test_a_provider_whose_reason_has_half_a_character_is_quoted_with_the_r
 async def test_on_a_full_disk_what_a_run_came_to_waits_for_room_and_is_not_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sort: str
 ) -> None:
-    """Small commits find their place where this one does not, so that nobody but the run itself would notice."""
+    """Small commits find their place where this one does not, so that only the run itself would notice."""
     tries, tried = 0, asyncio.Event()
     asked = 0
 

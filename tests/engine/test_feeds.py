@@ -1,4 +1,4 @@
-"""Following a session, and reading it back: every entry once and in order, whatever was dropped."""
+"""Following a session, and reading it back: every entry once and in order, although events were dropped."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ async def test_what_may_not_be_read_may_not_be_followed(tmp_path: Path) -> None:
 
 
 async def pages(app: AppFixture, limit: int, *, backwards: bool, tools: bool) -> list[dict[str, Any]]:
-    """The whole transcript along the cursors, while somebody is still talking."""
+    """The whole transcript along the cursors, while it still grows."""
     found: list[dict[str, Any]] = []
     at: int | None = None if backwards else 0
     while True:

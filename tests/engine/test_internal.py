@@ -39,7 +39,7 @@ ELSEWHERE = Provenance(kind="inter_session")
         (answer(TextBlock(text="NO_REPLY"), CALL), False),
         (answer(CALL), False),
         (answer(), False),
-        (UserMessage(content="NO_REPLY", timestamp=1), False),  # somebody has typed it
+        (UserMessage(content="NO_REPLY", timestamp=1), False),  # a person has typed it
         (UserMessage(content="NO_REPLY", timestamp=1, provenance=ELSEWHERE), True),
         (UserMessage(content="a_b", timestamp=1, provenance=ELSEWHERE), False),
         (UserMessage(content="Well?", timestamp=1, provenance=Provenance(kind="announce_step")), True),

@@ -117,7 +117,7 @@ def strange(row: dict[str, Any]) -> bool:
 
 @pytest.mark.requirement("G37")
 async def test_a_run_inherits_nothing_from_the_run_that_caused_it(tmp_path: Path) -> None:
-    """A task copies the context it is made in, and lanes are made where somebody submits: inside a tool, say."""
+    """A task copies the context it is made in, and lanes are made where a run is submitted: inside a tool, say."""
     seen: list[str] = []
 
     async def tell(call: ToolRequest) -> ToolOutput:
@@ -170,7 +170,7 @@ def owner(state_dir: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.sqlite_only  # who owns the directory, whatever the database
+@pytest.mark.sqlite_only  # who owns the directory, with either database
 @pytest.mark.requirement("G2", "G13")
 def test_a_second_process_says_so_and_disturbs_nothing(tmp_path: Path) -> None:
     first = owner(tmp_path / "state")
@@ -184,7 +184,7 @@ def test_a_second_process_says_so_and_disturbs_nothing(tmp_path: Path) -> None:
         first.stdin.write("say still here\n")
         first.stdin.flush()
         assert first.stdout.readline() == "still here\n"
-        # A killed owner leaves a lock behind that holds nobody up.
+        # A killed owner leaves a lock behind that blocks no other process.
         os.kill(first.pid, signal.SIGKILL)
         first.wait(30)
     finally:

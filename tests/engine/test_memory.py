@@ -35,7 +35,7 @@ SESSIONS = [f"agent:main:dashboard:{number}" for number in range(6)]
 ROUNDS = 10
 KINDS = ("plain", "tool", "fail", "stop", "late")
 RUNS = ROUNDS * len(SESSIONS) * len(KINDS)
-PADDING = "x" * 120  # in every id, word and answer, so that whatever is kept of a run weighs
+PADDING = "x" * 120  # in every id, word and answer, so that anything that is kept of a run is noticed
 LEAST = 150 * RUNS  # bytes; little more than half of what keeping one id of each run would take
 
 
@@ -53,7 +53,7 @@ async def work(call: ToolRequest) -> ToolOutput:
 
 
 async def play(app: AppFixture, session: str, kind: str, number: int) -> None:
-    """One run of a kind, watched by somebody who then goes away."""
+    """One run of a kind, watched by a listener that then leaves."""
     run_id = f"{session}-{number}-{kind}-{PADDING}"
     words = IncomingMessage(
         session=session,
@@ -81,7 +81,7 @@ async def play_round(app: AppFixture, number: int) -> None:
 
 
 def held(app: AppFixture) -> dict[str, int]:
-    """What lives as long as something plays, or somebody listens."""
+    """Objects that live as long as a run is active or a listener is open."""
     lanes = app.engine._lanes  # pyright: ignore[reportPrivateUsage]
     parts: dict[str, Iterable[object]] = {
         "playing": app.engine.worker.active_runs,
@@ -113,7 +113,7 @@ async def weight(app: AppFixture) -> int:
 @pytest.mark.requirement("G24")
 async def test_nothing_is_left_of_runs_that_have_ended(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, agent, tools=[make_tool("work", work)]) as app:
-        await play_round(app, 0)  # whatever is made once is made now
+        await play_round(app, 0)  # what is created once is created now
         await wait_until(partial(is_idle, app))
         idle = held(app)
         tracemalloc.start()

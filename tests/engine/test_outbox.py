@@ -1,4 +1,4 @@
-"""The outbox: what may leave, in which order, how often it is tried, and what is said when nobody knows."""
+"""The outbox: what may leave, in which order, how often it is tried, and what happens if the outcome is unknown."""
 
 from __future__ import annotations
 

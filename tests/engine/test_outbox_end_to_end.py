@@ -197,7 +197,7 @@ class Street:
                 assert not leaked(text), (way, text)
 
     def left(self) -> dict[str, list[str]]:
-        """Every text that somebody saw, by the way it took; runs that a person of the chat asked for left out."""
+        """Every text that a person saw, by the way it took; runs that a person of the chat asked for left out."""
         origins = self.origins()
         unasked = {id for id, origin in origins.items() if origin != "chat"}
         chats = [chat for chat in self.page.chats() if chat["runId"] in unasked or chat["seq"] == 0]
@@ -272,7 +272,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def converse(place: Street) -> None:
-    """Every way in which agents make words that nobody in a chat has asked for."""
+    """Every way in which agents make text that no person in a chat has asked for."""
     operations = place.app.operations
     for sender, target in ((MAIN, HELPER), (OWN, ROOM)):
         caller = Caller.agent("main", sender)
@@ -374,7 +374,7 @@ async def test_what_a_clock_or_a_machine_asked_for_passes_the_gate(tmp_path: Pat
 
 @pytest.mark.requirement("D3", "G33")
 async def test_the_policy_stops_what_goes_out_and_nothing_that_comes_in(tmp_path: Path) -> None:
-    """The message was let in before; its answer and its announcement are on record, and nobody is told."""
+    """The message was let in before; its answer and its announcement are on record, and not delivered."""
     lines = {"announce": "for the chat", "request": "an answer"}
     waiting = asyncio.Event()
 

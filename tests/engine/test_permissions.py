@@ -1,4 +1,4 @@
-"""Permissions: whatever is configured and spawned, a child has no more than its parent."""
+"""Permissions: in any configuration, a child has no more than its parent."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ async def test_down_a_tree_of_agents_an_envelope_only_shrinks(tmp_path: Path) ->
         assert [envelope.depth for envelope in chain] == [2, 1, 0]
         assert all(no_more(below, above) for above, below in pairwise(chain))
         assert not {"shell", "write", "sessions_spawn"} & set(chain[-1].tools)
-        assert all("fourth" not in envelope.agents for envelope in chain), "though theirs say anybody"
+        assert all("fourth" not in envelope.agents for envelope in chain), "though theirs allow any"
 
 
 @pytest.mark.anyio
@@ -249,7 +249,7 @@ ORPHAN = "agent:main:subagent:1d9f7e0c-0000-4000-8000-000000000003"
 
 
 async def _imported(path: Path, config: Config) -> None:
-    """As another program left it; whoever spawned it there is not here."""
+    """As another program left it; its parent does not exist here."""
     source = path / "old"
     source.mkdir()
     entry = {"sessionId": "s", "subagentRole": "orchestrator", "spawnedBy": "agent:gone:main"}

@@ -630,7 +630,7 @@ async def test_a_run_that_never_gets_on_is_put_aside(tmp_path: Path) -> None:
 @pytest.mark.requirement("G2", "G24")
 @pytest.mark.parametrize("first", ["poison", "innocent"])
 async def test_a_run_that_kills_its_process_takes_no_other_with_it(tmp_path: Path, first: str) -> None:
-    """Both are under way in every crash, and in whatever order they are found again, one of them is not to blame."""
+    """Both are under way in every crash, and in any order found, one of them is not the cause."""
     died, begun, released = asyncio.Event(), asyncio.Event(), asyncio.Event()
     tries = {"poison": 0, "innocent": 0}
 
@@ -857,7 +857,7 @@ async def test_a_run_one_may_not_read_is_not_found(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("G12")
 async def test_waiting_for_another_session_holds_no_slot(tmp_path: Path) -> None:
-    """A tool may wait for somebody else's run."""
+    """A tool may wait for the run of another session."""
     stages: list[asyncio.Future[str]] = [asyncio.get_running_loop().create_future()]
 
     async def relay(call: ToolRequest) -> ToolOutput:
@@ -1076,7 +1076,7 @@ async def test_no_edge_leads_out_of_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("G9")
 async def test_messages_to_a_busy_session_are_answered_when_it_is_free(tmp_path: Path) -> None:
-    """Whatever the moment between busy and idle, nothing is left lying."""
+    """At any moment between busy and idle, no run is left behind."""
     turns = 0
 
     async def agent(prompt: Prompt) -> str:

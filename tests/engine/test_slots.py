@@ -1,4 +1,4 @@
-"""When jobs are due: slots are a fixed set of moments, whoever asks for the next one and when."""
+"""When jobs are due: slots are a fixed set of moments, which no request for the next one changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the whole is doing, on both databases: silent replicas, what they left, and what waits for somebody."""
+"""How the whole is doing, on both databases: silent replicas, what they left, and what waits for a person."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_what_a_silent_replica_left_is_counted_as_abandoned(tmp_path: Path
     functions = {"main": FunctionRuntime(never, history=False)}
     patient = EngineTimings(
         lease_seconds=600, sweep_interval_seconds=600
-    )  # nobody mends it while the test looks
+    )  # nothing repairs it while the test looks
     async with open_app_operations(Config(), tmp_path, functions=functions, timings=patient) as operations:
         await operations.messages.submit(OPERATOR, IncomingMessage(session=MAIN, content="go"))
         await wait_for_event(started)

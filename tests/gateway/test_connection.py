@@ -23,7 +23,7 @@ async def ignore(message: dict[str, Any]) -> None: ...
 
 
 def unread(together: SendQueueTotal) -> WebSocketConnection:
-    """Of a client that reads nothing: nobody empties its outbox."""
+    """Of a client that reads nothing, so that its outbox only grows."""
     return WebSocketConnection("1", ignore, 0, together)
 
 

@@ -1,4 +1,4 @@
-"""Whatever is sent is answered or hung up on: never a fault of the gateway's own, never a silence, never a leak."""
+"""Any input is answered or ends the connection: it causes no internal error, no silence and no leak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway that has served many is as it was before: what is in memory belongs to whoever is there now."""
+"""A gateway that has served many clients is as it was before: only those that are connected use memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def listeners(gateway: GatewayFixture) -> int:
 
 
 def held(gateway: GatewayFixture) -> dict[str, int]:
-    """What lives as long as somebody is connected, or something runs."""
+    """Objects that live as long as a client is connected or a run is active."""
     hub = gateway.served.hub
     parts: dict[str, Iterable[object]] = {
         "connections": hub.connections,
@@ -130,7 +130,7 @@ async def test_nothing_is_left_of_clients_that_are_gone(gateway: GatewayFixture)
     def left() -> dict[str, int]:
         return {name: count for name, count in held(gateway).items() if count > idle[name]}
 
-    await serve_round(gateway, 0)  # whatever is made once is made now
+    await serve_round(gateway, 0)  # what is created once is created now
     await emptied(left)
     before = objects()
     for number in range(1, ROUNDS + 1):

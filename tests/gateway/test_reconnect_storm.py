@@ -122,7 +122,7 @@ async def test_every_subscriber_has_every_message_once_and_in_order(
                 place.there.clear()
             async with open_gateway(
                 tmp_path
-            ) as gateway:  # nobody has everything yet: half of it was not said
+            ) as gateway:  # no client has everything yet: half of it was not sent
                 place.gateway = gateway
                 place.there.set()
                 await _flow(gateway, range(MESSAGES // 2 + 1, MESSAGES + 1), chance)
@@ -135,6 +135,6 @@ async def test_every_subscriber_has_every_message_once_and_in_order(
         expected = [(n, f"{subscriber.session} {n}") for n in range(1, MESSAGES + 1)]
         assert subscriber.seen == expected
     assert sum(subscriber.cuts for subscriber in subscribers) > CLIENTS  # or it was no storm
-    # That somebody goes away is nothing to be alarmed about.
+    # A client that disconnects is no reason for a warning.
     ours = [record for record in caplog.records if record.name.startswith("antiphon")]
     assert [record.getMessage() for record in ours if record.levelno >= logging.WARNING] == []

@@ -1,4 +1,4 @@
-"""The file of tokens: nobody's change is lost, and a gateway goes on while it cannot be read."""
+"""The file of tokens: no change is lost, and a gateway goes on while it cannot be read."""
 
 from __future__ import annotations
 

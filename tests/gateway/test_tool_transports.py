@@ -26,7 +26,7 @@ Json = dict[str, Any]
 
 
 def settings(**sections: Any) -> Json:
-    """`main` may reach and spawn `helper`, which is the rehearsal model whatever answers for `main`."""
+    """`main` may reach and spawn `helper`, which is the rehearsal model, also if another runtime answers for `main`."""
     main: Json = {"id": "main", "default": True, "subagents": {"allowAgents": ["helper"]}}
     helper: Json = {"id": "helper", "model": {"primary": "rehearsal/rehearsal"}}
     return {

@@ -157,7 +157,7 @@ async def test_who_lags_is_sent_no_text_with_a_hole_in_it(
 async def test_no_increment_comes_after_the_entry_that_completes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: type[Event], streamed: str
 ) -> None:
-    """Whatever the hub hears late: the last increment, or only the entry."""
+    """Whether the last increment or only the entry reaches the hub late."""
     begun, go_on = asyncio.Event(), asyncio.Event()
 
     async def agent(prompt: Prompt) -> AsyncGenerator[str]:

@@ -187,7 +187,7 @@ async def test_a_deleted_session_ends_its_subscriptions(gateway: GatewayFixture)
             await client.call("sessions.messages.subscribe", key=session)
         assert (await client.call("sessions.delete", key=OTHER))["deleted"]
         assert (await client.event("session.gap"))["reason"] == "ended"
-        await fill(gateway, 1, OTHER)  # the key can be used again, by whoever asks for it again
+        await fill(gateway, 1, OTHER)  # the key can be used again
         await client.call("sessions.messages.subscribe", key=OTHER, afterSeq=0)
         assert await seqs(client, 1, OTHER) == [1]
         await fill(gateway, 1)

@@ -1,4 +1,4 @@
-"""An idempotency key stands for one effect: whoever asks again is told what was done, today and after a restart."""
+"""An idempotency key stands for one effect: a repeated request returns what was done, also after a restart."""
 
 from __future__ import annotations
 

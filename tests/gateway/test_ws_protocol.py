@@ -810,7 +810,7 @@ async def test_a_client_that_does_not_read_is_dropped_and_delays_no_other(
             await _enter_without_reading(gateway, slow)
             for n in range(MANY):
                 await gateway.operations.transcripts.inject(OPERATOR, MAIN, f"{n} " + "x" * LARGE)
-                await quick.event("session.message", messageSeq=n + 1)  # nobody waits for the slow one
+                await quick.event("session.message", messageSeq=n + 1)  # the slow one delays no other
             await wait_until(lambda: _count(gateway, 1))
             assert (await quick.call("health"))["ok"]
             slow.read()

@@ -66,7 +66,7 @@ async def held(lanes: NatsLanes) -> int:
 
 
 async def sweep(work: Work, *replicas: NatsLanes, true: Callable[[], bool], seconds: float = BOUND) -> None:
-    """Activate what has work and nobody at it, as the sweeper does, until something is true."""
+    """Activate lanes that have work and no owner, as the sweeper does, until something is true."""
     async with asyncio.timeout(seconds):
         while not true():
             for lane, jobs in list(work.jobs.items()):
@@ -115,9 +115,7 @@ async def test_a_lane_stays_with_one_replica_while_it_is_alive(make: Make) -> No
 async def test_replicas_share_the_work_and_lose_none(make: Make) -> None:
     """Every hint is given by another replica than before, at any moment of a drain."""
     work = Work()
-    work.hold = (
-        asyncio.Event()
-    )  # until every lane is in somebody's hands: one more than two of them have places for
+    work.hold = asyncio.Event()  # until every lane has an owner: one more than two of them have places for
     replicas = [make(slots=3), make(slots=3), make(slots=3)]
     for name, replica in zip("abc", replicas, strict=True):
         await replica.start(work.drain(name), work.waiting)
@@ -295,7 +293,7 @@ async def test_the_server_may_die_and_come_back(make: Make) -> None:
 
 
 async def test_a_lease_outlives_the_server(make: Make) -> None:
-    """The stream is on disk, and who held a lane goes on holding it: nobody else looks."""
+    """The stream is on disk, and the owner of a lane keeps it: no other process looks."""
     work = Work()
     with nats_server() as server:
         a, b = make(server.servers(), ack_wait=4), make(server.servers(), ack_wait=4)

@@ -52,7 +52,7 @@ async def test_a_provider_is_spoken_to_in_its_own_language(
 
 @pytest.mark.requirement("G12")
 async def test_a_slow_model_holds_up_no_other(tmp_path: Path) -> None:
-    """Not even where more answers are awaited than anybody would like to pay for at once."""
+    """Not even with a very high number of concurrent answers."""
     async with Provider().running() as slow, Provider().running() as quick:
         slow.default = Answer(text=("late",), hold_after=0)
         local = {"apiKey": "k", "api": "openai-completions", "models": [{"id": "m"}]}

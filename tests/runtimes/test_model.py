@@ -881,7 +881,7 @@ ASIDES = st.one_of(
 
 @st.composite
 def transcripts(draw: st.DrawFn) -> list[Message]:
-    """Any valid conversation: every call is answered before anybody else speaks for long."""
+    """Any valid conversation: every call is answered before other messages follow."""
     messages: list[Message] = []
     for _ in range(draw(st.integers(0, 5))):
         messages.extend(draw(st.lists(ASIDES, max_size=2)))

@@ -136,7 +136,7 @@ hostile = st.text(st.sampled_from("ab'\"\\~:*&|!<->() \0"), min_size=1, max_size
 def test_nothing_breaks_out_of_its_quotes(
     postgres: Postgres, lite: Lite, text: str, phrase: str, scope: str
 ) -> None:
-    """Whatever stands in it, an expression stays one: it is understood, and limited by a scope that nobody has."""
+    """An expression with any content stays one: it is understood, and limited by a scope without members."""
     vector = FulltextVector(text, "mine").to_tsvector()
     for wish in (
         FulltextQuery("words", [phrase], scopes=[["nobodys"]]),

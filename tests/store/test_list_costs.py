@@ -1,4 +1,4 @@
-"""A full page of many sessions: nobody else waits for it, and no transcript is opened for it."""
+"""A full page of many sessions: no other call waits for it, and no transcript is opened for it."""
 
 from __future__ import annotations
 
@@ -96,9 +96,7 @@ async def test_no_transcript_is_read_for_a_page_without_messages(
         query_database(tmp_path / DATABASE, MESSAGES)
     heard("one")
     heard("all")
-    async with open_operations_readonly(
-        Config(), tmp_path
-    ) as operations:  # where nobody else asks for anything
+    async with open_operations_readonly(Config(), tmp_path) as operations:  # without other requests
         await operations.sessions.list(OPERATOR, PAGE)
         await operations.sessions.get_overview(OPERATOR, PAGE, 0)
         assert asked

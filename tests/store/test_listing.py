@@ -314,7 +314,7 @@ def test_a_session_is_listed_if_and_only_if_it_may_be_read(
 
 
 async def silent(prompt: Prompt) -> str:
-    raise AssertionError("nobody is asked anything here")
+    raise AssertionError("no runtime is used here")
 
 
 async def _compared(

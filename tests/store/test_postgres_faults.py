@@ -105,7 +105,7 @@ async def test_another_transaction_with_the_number_of_a_lost_one_is_not_taken_fo
 async def test_a_commit_whose_outcome_cannot_be_found_out_is_said_to_be_so(
     server: PgServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also to everybody whose script was in the same transaction; none of them is run again."""
+    """Also to all whose script was in the same transaction; none of them is run again."""
     monkeypatch.setattr(worker, "COMMIT_RESOLVE_SECONDS", 0.3)
     runs = 0
 

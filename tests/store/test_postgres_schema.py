@@ -60,7 +60,7 @@ ADDED = Migration(
 
 @pytest.fixture
 async def empty(postgres: Postgres) -> AsyncGenerator[PgServer]:
-    """A database that nobody has used."""
+    """A database that was never used."""
     name = f"empty{uuid4().hex}"
     await told(postgres.server("postgres"), f'CREATE DATABASE "{name}"')
     yield postgres.server(name)

@@ -421,7 +421,7 @@ async def test_a_file_from_the_future_is_refused_untouched(tmp_path: Path) -> No
 async def test_what_is_stored_is_private(tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir(mode=0o755)
-    state.chmod(0o755)  # as somebody made it by hand
+    state.chmod(0o755)  # as if it had been made by hand
     mask = os.umask(0)  # the least careful one
     try:
         async with open_app_operations(Config(), state):
@@ -449,7 +449,7 @@ def topics() -> list[str]:
 
 
 def used() -> set[str]:
-    """`topic.name` of every query that some module names, through whatever the module calls the topic."""
+    """`topic.name` of every query that some module names, by any local name of the topic."""
     package = Path(antiphon.__file__).parent
     sources = {path: path.read_text() for path in package.rglob("*.py")}
     bound = re.compile(r"^(\w+) = Queries\(\"(\w+)\"\)", re.MULTILINE)
@@ -754,10 +754,10 @@ def test_a_migration_that_fails_leaves_the_version_before(
         migrations.migrate(connection)
     assert migrations.read_schema_version(connection) == present
     assert connection.execute("SELECT * FROM sqlite_schema").fetchall() == schema
-    mended = broken._replace(
+    corrected = broken._replace(
         script="CREATE TABLE whole (id INTEGER PRIMARY KEY); -- a comment; with a semicolon\n"
     )
-    monkeypatch.setattr(migrations, "load_migrations", lambda: [*known, mended])
+    monkeypatch.setattr(migrations, "load_migrations", lambda: [*known, corrected])
     migrations.migrate(connection)
     assert migrations.read_schema_version(connection) == present + 1
     assert connection.execute("SELECT count(*) FROM whole").fetchone()[0] == 0

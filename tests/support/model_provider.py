@@ -615,7 +615,7 @@ _CHECKS = {"chat": check_chat, "anthropic": check_anthropic, "responses": check_
 
 
 def main() -> None:
-    """Serve the same text to everybody until killed: the other side of a benchmark."""
+    """Serve the same text to all clients until killed: the other side of a benchmark."""
     options = argparse.ArgumentParser(description="A model provider that answers at once.")
     options.add_argument("--port", type=int, default=0)
     options.add_argument("--chunks", type=int, default=32)

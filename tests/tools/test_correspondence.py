@@ -33,7 +33,7 @@ SQL = Queries("exchanges")
 OTHER = "agent:main:direct:other"
 QUIET = EngineTimings(
     lease_seconds=10**7, sweep_interval_seconds=3600, retention_interval_seconds=3600
-)  # nobody mends or forgets what is made up here
+)  # nothing repairs or deletes what is made up here
 
 
 async def echo(prompt: Prompt) -> str:

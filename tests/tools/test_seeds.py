@@ -80,7 +80,7 @@ class Wire:
 
     @asynccontextmanager
     async def linked(self, *scopes: str) -> AsyncGenerator[GatewayConnection]:
-        """Another connection, of somebody with these scopes."""
+        """Another connection, of a client with these scopes."""
         token = TokenRegistry.open(self._path).issue_token("somebody", scopes)
         link = await GatewayConnection.open(Site(self._served.url, token))
         try:
@@ -501,7 +501,7 @@ async def test_a_row_has_its_send_policy_while_it_has_one_of_its_own(tmp_path: P
 
 
 async def heard(events: asyncio.Queue[Any], count: int) -> list[dict[str, Any]]:
-    """The next messages, of whatever session."""
+    """The next messages, of any session."""
     found: list[dict[str, Any]] = []
     async with asyncio.timeout(BOUND):
         while len(found) < count:

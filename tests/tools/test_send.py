@@ -570,7 +570,7 @@ async def test_what_another_session_says_moves_no_route_and_is_no_command(tmp_pa
 
 
 def chatty(agent: str, opening: Any = None) -> ScriptedAgent:
-    """Somebody who always has something to say: who it is, in which step, and how often by now."""
+    """An agent that always has something to say: who it is, in which step, and how often by now."""
 
     def answer(prompt: Prompt) -> Any:
         if opening is not None and get_phase(prompt) == "request":
@@ -751,7 +751,7 @@ async def test_the_target_alone_is_asked_with_the_request_and_the_first_and_late
 
 @pytest.mark.requirement("S6", "003-send-announce-posted", "004-send-announce-selected", "G7")
 async def test_the_announcement_goes_to_the_channel_of_the_target(tmp_path: Path) -> None:
-    """Whatever channel the request came from: nothing selects another one."""
+    """Any channel the request came from: nothing selects another one."""
     discord, signal = RecordingChannel(), RecordingChannel()
     channels = {"discord": discord, "signal": signal}
     async with open_agents_fixture(make_agents_config("helper"), tmp_path, channels=channels) as agents:

@@ -132,7 +132,7 @@ async def test_a_spawn_returns_at_once_and_everything_is_there(tmp_path: Path) -
         helper.free.set()
         await agents.wait_until_idle()
         rows = agents.rows("SELECT kind, session_key FROM deliveries")
-        assert rows == [{"kind": "task", "session_key": MAIN}], "a child's own words are delivered to nobody"
+        assert rows == [{"kind": "task", "session_key": MAIN}], "a child's own words are not delivered"
 
 
 @pytest.mark.requirement("P1", "S9")
@@ -411,7 +411,7 @@ async def test_what_agents_list_shows_is_what_a_spawn_accepts(
 
 @pytest.mark.requirement("A1", "SEC6")
 async def test_below_an_agent_the_list_is_still_what_a_spawn_accepts(tmp_path: Path) -> None:
-    """The helper by itself may spawn `other`; spawned by somebody who may not, it may not either."""
+    """The helper by itself may spawn `other`; spawned by an agent that may not, it may not either."""
     seen: list[set[str]] = []
 
     async def helper(prompt: Prompt) -> AssistantMessage | str:
@@ -1231,7 +1231,7 @@ async def test_the_guard_holds_for_an_operator_who_spawns_for_a_sandboxed_sessio
 async def test_a_sandboxed_session_has_the_tools_and_sees_its_tree_unless_it_is_told_otherwise(
     tmp_path: Path, setting: str | None, sees_all: bool
 ) -> None:
-    """Though visibility is `all` and everybody may reach everybody."""
+    """Though visibility is `all` and all agents may reach each other."""
     box = {"mode": "all"} if setting is None else {"mode": "all", "sessionToolsVisibility": setting}
     config = make_agents_config("helper", agents={"defaults": {"sandbox": box}})
     async with open_agents_fixture(config, tmp_path) as agents:

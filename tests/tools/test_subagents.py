@@ -576,7 +576,7 @@ async def test_a_child_that_is_steered_has_no_more_time_than_before(tmp_path: Pa
 
 @pytest.mark.requirement("G19", "P5")
 async def test_a_requester_that_is_deleted_is_not_brought_back(tmp_path: Path) -> None:
-    """Nobody is above it: what came of the task is on record, and the chat hears nothing."""
+    """It has no parent: the result of the task is on record, and nothing is posted to the chat."""
     helper = ScriptedAgent("done")
     config = make_agents_config(
         {"id": "main", "default": True, "subagents": {"allowAgents": ["helper"]}}, "helper"
@@ -632,7 +632,7 @@ async def test_a_report_that_waits_for_its_turn_is_not_lost_when_the_requester_i
 async def repeatable(
     agents: AgentsFixture, call_id: str, run_id: str = "run", **arguments: Any
 ) -> dict[str, Any]:
-    """A call that is made again after a crash: the same one, whatever has changed since."""
+    """A call that is made again after a crash: the same one, although other things have changed since."""
     caller = Caller.agent("main", MAIN)
     call = ToolRequest(caller=caller, run_id=run_id, call_id=call_id, arguments=arguments)
     return (await agents.app.toolbox.tools["subagents"].invoke(call)).details
@@ -781,7 +781,7 @@ async def test_a_report_is_readable_with_access_to_the_requesting_session(tmp_pa
         nursery.free[long].set()
         await agents.wait_until_idle()
         whole = await agents.operations.subagents.get_report(me, said["runId"])
-        assert whole == f"Status: ok\nResult: did {long}", "nobody was told of it, and it is all there"
+        assert whole == f"Status: ok\nResult: did {long}", "it was not reported, and it is all there"
         for caller, run_id in ((other, said["runId"]), (me, "nothing")):
             with pytest.raises(NotFound, match="no sub-agent"):
                 await agents.operations.subagents.get_report(caller, run_id)

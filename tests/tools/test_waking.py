@@ -1,6 +1,6 @@
-"""A turn that ends to wait for sub-agents is not the answer: the turn it is woken for is, for whoever had asked.
+"""A turn that ends to wait for sub-agents is not the answer: the turn it is woken for is, for all who had asked.
 
-And nobody waits for ever: not for what was stopped with them, nor for what was lost.
+And no wait is endless: not for what was stopped with them, nor for what was lost.
 """
 
 from __future__ import annotations
