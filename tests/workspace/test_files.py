@@ -6,10 +6,14 @@ import asyncio
 import fcntl
 import os
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from antiphon import keys
 from antiphon.access import Caller
@@ -244,6 +248,52 @@ async def test_long_files_are_read_page_by_page(files: WorkspaceFiles, tmp_path:
     assert wide.text.endswith("é […]")
     (tmp_path / "workspace" / "empty.txt").write_text("")
     assert await read_text(files, "empty.txt") == ""
+
+
+@given(
+    lines=st.lists(st.text(alphabet="aé漢 \r", max_size=30), max_size=30),
+    ends_with_newline=st.booleans(),
+    limit=st.integers(1, 8),
+    page_bytes=st.integers(4, 60),
+    scanned_bytes=st.integers(1, 50),
+)
+def test_pages_together_are_the_file(
+    lines: list[str], ends_with_newline: bool, limit: int, page_bytes: int, scanned_bytes: int
+) -> None:
+    data = "\n".join(lines).encode() + b"\n" * (ends_with_newline and bool(lines))
+    expected = data.decode().removesuffix("\n").split("\n") if data else []
+    shown: list[str] = []
+    with (
+        patch.object(files_module, "MAX_PAGE_BYTES", page_bytes),
+        patch.object(files_module, "SCANNED_BYTES", scanned_bytes),
+    ):
+        while True:
+            page = files_module._cut_page("f", data, len(shown) + 1, limit)  # pyright: ignore[reportPrivateUsage]
+            count = (page.next_line or page.total_lines + 1) - page.first_line
+            assert page.total_lines == len(expected) and count <= limit
+            given_lines = expected[len(shown) : len(shown) + count]
+            if page.text != "\n".join(given_lines):  # a line that is too long alone
+                [line] = given_lines
+                assert page.text.endswith(" […]") and line.startswith(page.text.removesuffix(" […]"))
+                assert len(line.encode()) >= page_bytes
+            else:
+                assert len(page.text.encode()) < page_bytes or not expected
+            shown += given_lines
+            if page.next_line is None:
+                break
+    assert shown == expected
+
+
+def test_a_page_of_a_file_of_many_lines_takes_little_memory() -> None:
+    data = b"\n" * 8_000_000
+    tracemalloc.start()
+    try:
+        page = files_module._cut_page("f", data, 7_999_999, 2000)  # pyright: ignore[reportPrivateUsage]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (page.text, page.next_line) == ("\n", None)
+    assert peak < 3 * len(data)
 
 
 async def test_images_are_shown_and_other_bytes_are_refused(files: WorkspaceFiles, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ MAX_READ_BYTES = 16 * 1024 * 1024
 MAX_IMAGE_BYTES = 5 * 1024 * 1024
 MAX_PAGE_LINES = 2000
 MAX_PAGE_BYTES = 50 * 1024
+SCANNED_BYTES = 64 * 1024
 MAX_VERSIONS_PER_SESSION = 2000
 MAX_FILE_THREADS = 4
 DELETED_VERSION = "deleted"  # in place of the hash of a file that is not there
@@ -334,21 +335,29 @@ def _build_image(path: str, data: bytes) -> ImageFile | None:
 
 def _cut_page(path: str, data: bytes, offset: int, limit: int) -> TextPage:
     """Return whole lines from `offset` on, within both limits; of a line that is too long alone, its beginning."""
-    lines = _decode(path, data).split("\n")
-    if lines[-1] == "":
-        lines.pop()
-    if offset > max(1, len(lines)):
+    _decode(path, data)
+    total = data.count(b"\n") + bool(data and not data.endswith(b"\n"))
+    if offset > max(1, total):
         raise InvalidInput(
-            f"{path!r} has {len(lines)} lines.", f"Use an offset from 1 to {len(lines)}.", field="offset"
+            f"{path!r} has {total} lines.", f"Use an offset from 1 to {total}.", field="offset"
         )
-    page: list[str] = []
-    size = 0
-    for line in lines[offset - 1 : offset - 1 + min(limit, MAX_PAGE_LINES)]:
-        size += len(line.encode()) + 1
-        if size > MAX_PAGE_BYTES:
-            if not page:
-                page.append(line.encode()[:MAX_PAGE_BYTES].decode(errors="ignore") + " […]")
-            break
-        page.append(line)
-    following = offset + len(page)
-    return TextPage("\n".join(page), offset, len(lines), following if following <= len(lines) else None)
+    start = _find_line(data, offset)
+    window = data[start : start + MAX_PAGE_BYTES]
+    *lines, rest = window.split(b"\n")
+    if rest and start + len(window) == len(data) and len(window) < MAX_PAGE_BYTES:
+        lines.append(rest)
+    shown = b"\n".join(lines[: min(limit, MAX_PAGE_LINES)]).decode()
+    if not lines and rest:
+        lines, shown = [rest], f"{rest.decode(errors='ignore')} […]"
+    following = offset + min(len(lines), limit, MAX_PAGE_LINES)
+    return TextPage(shown, offset, total, following if following <= total else None)
+
+
+def _find_line(data: bytes, number: int) -> int:
+    """Return where a line begins, without a list of all lines, which would take long and much memory."""
+    position, left = 0, number - 1
+    while (count := data.count(b"\n", position, position + SCANNED_BYTES)) < left:
+        position, left = position + SCANNED_BYTES, left - count
+    for _ in range(left):
+        position = data.index(b"\n", position) + 1
+    return position
