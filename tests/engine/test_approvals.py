@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import unicodedata
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -459,6 +460,40 @@ async def test_a_decision_is_void_when_the_call_reads_otherwise(tmp_path: Path) 
         await app.operations.approvals.resolve(OPERATOR, waiting.id, "allow-once")
         assert "has changed since a person allowed it" in ((await app.wait_for_end("r1")).reply or "")
     assert payer.paid == []
+
+
+@pytest.mark.requirement("T7")
+@pytest.mark.parametrize("call_id", [random.Random(1).randbytes(4000).hex(), "a\0b", "a\ud800", "é", "a b"])
+async def test_a_call_waits_whatever_its_provider_names_it(tmp_path: Path, call_id: str) -> None:
+    payer = Payer()
+
+    async def call_once(prompt: Prompt) -> AssistantMessage:
+        if isinstance(last := prompt.messages[-1], ToolResult):
+            return make_answer(last.text)
+        return AssistantMessage(
+            content=[ToolCall(id=call_id, name="pay", arguments={"amount": 5})], timestamp=1
+        )
+
+    async with open_app_fixture(tmp_path, call_once, tools=[payer.tool()]) as app:
+        run_id = await app.say("pay")
+        await app.operations.approvals.resolve(OPERATOR, (await pending(app)).id, "allow-once")
+        assert (await app.wait_for_end(run_id)).reply == "paid 5"
+    assert len(payer.paid) == 1
+
+
+@pytest.mark.requirement("T7")
+async def test_a_call_with_a_character_that_cannot_be_stored_is_allowed_once(tmp_path: Path) -> None:
+    payer = Payer()
+
+    async def ask(request: ToolRequest) -> ApprovalQuestion | None:
+        return ApprovalQuestion(text="rm a\0b", grant="rm a\0b")
+
+    async with open_app_fixture(tmp_path, payer, tools=[payer.tool(hook=ask)]) as app:
+        run_id = await app.say("pay")
+        waiting = await pending(app)
+        assert (waiting.text, waiting.can_allow_always) == (r"rm a\u0000b", False)
+        await app.operations.approvals.resolve(OPERATOR, waiting.id, "allow-once")
+        assert (await app.wait_for_end(run_id)).reply == "paid 5"
 
 
 # --- several who decide, several who execute ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,19 @@ async def test_a_file_is_written_read_and_edited(tmp_path: Path) -> None:
             "Wrote 'b.txt' (2 bytes).\nDeleted 'notes/a.txt'."
         )
         assert (workspace(tmp_path) / "b.txt").read_text() == "b\n"
+
+
+@pytest.mark.requirement("T4", "AT15")
+async def test_a_path_may_be_as_long_as_the_system_allows(tmp_path: Path) -> None:
+    name = random.Random(1).randbytes(100).hex()  # cannot be compressed, so that no index holds 18 of them
+    path = "/".join([name] * 3 + [random.Random(n).randbytes(100).hex() for n in range(15)])
+    async with open_agents_fixture(make_agents_config(), tmp_path) as agents:
+        await use(agents, "write", path=path, content="one")
+        assert (await use(agents, "read", path=path)).text == "one"
+        (workspace(tmp_path) / path).write_text("changed meanwhile")
+        assert "changed since" in (await use(agents, "edit", path=path, oldText="changed", newText="x")).text
+        assert (await use(agents, "read", path=path)).text == "changed meanwhile"
+        assert not (await use(agents, "edit", path=path, oldText="changed", newText="x")).is_error
 
 
 @pytest.mark.requirement("T1")

@@ -25,6 +25,8 @@ MAX_ARGUMENT_LEVELS = 64
 """Maximum nesting depth of arguments, since they are read and written recursively."""
 _TOO_DEEP_TEXT = "(nested too deeply to be kept)"
 
+MAX_CALL_ID_CHARACTERS = 200
+_STORABLE_ID_PATTERN = re.compile(rf"[ -~]{{1,{MAX_CALL_ID_CHARACTERS}}}")
 _SENDABLE_ID_PATTERN = re.compile(r"(?!sent_)[A-Za-z0-9_-]{1,40}")
 _SENDABLE_CHAT_ID_PATTERN = re.compile(r"(?!sent_)[A-Za-z0-9_.:-]{1,40}")
 
@@ -78,6 +80,13 @@ def _list_children(value: object) -> Iterable[object]:
     if isinstance(value, dict):
         return cast("dict[str, object]", value).values()
     return cast("list[object]", value) if isinstance(value, list) else ()
+
+
+def make_storable_id(call_id: str) -> str:
+    """Return an id that can be part of a key in every database. One that is too long or unprintable is hashed."""
+    if _STORABLE_ID_PATTERN.fullmatch(call_id):
+        return call_id
+    return f"call_{blake2s(call_id.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
 
 
 def make_sendable_id(call_id: str, api: Api) -> str:

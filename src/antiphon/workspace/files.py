@@ -31,6 +31,7 @@ MAX_READ_BYTES = 16 * 1024 * 1024
 MAX_IMAGE_BYTES = 5 * 1024 * 1024
 MAX_PAGE_LINES = 2000
 MAX_PAGE_BYTES = 50 * 1024
+MAX_STORED_PATH_BYTES = 1024
 SCANNED_BYTES = 64 * 1024
 MAX_VERSIONS_PER_SESSION = 2000
 MAX_FILE_THREADS = 4
@@ -103,7 +104,7 @@ class WorkspaceFiles:
             return directory.normalize(inner), content.sha256, shown
 
         name, sha256, shown = await self._work(mount, load)
-        location = str(mount.path / name)
+        location = _build_version_key(mount.path, name)
         await self._store.tx(_record_read, _get_session_key(caller), location, sha256, self._clock.now())
         return shown
 
@@ -176,7 +177,7 @@ class WorkspaceFiles:
 
         replacements = await self._work(mount, plan)
         now = self._clock.now()
-        await self._store.tx(_record_writes, key, str(root), replacements, call, now)
+        await self._store.tx(_record_writes, key, root, replacements, call, now)
         # Deletions come last: a file that moves must be there until it is in its new place.
         ordered = sorted(replacements, key=lambda replacement: replacement.data is None)
         await self._work(mount, lambda directory: directory.replace_files(ordered, MAX_READ_BYTES))
@@ -228,7 +229,7 @@ def _plan_patch(directory: WorkspaceDirectory, patch: FilePatch) -> list[FileRep
 def _is_done(directory: WorkspaceDirectory, root: Path, step: _Step, recorded: Mapping[str, str]) -> bool:
     """Whether every file of the step has the content that this call recorded before it was interrupted."""
     return bool(recorded) and all(
-        recorded.get(str(root / directory.normalize(path)))
+        recorded.get(_build_version_key(root, directory.normalize(path)))
         == (directory.find_sha256(path, MAX_READ_BYTES) or DELETED_VERSION)
         for path in step.paths
     )
@@ -256,12 +257,12 @@ async def _load_written(tx: Tx, session_key: str, call: str) -> dict[str, str]:
 
 
 async def _record_writes(
-    tx: Tx, session_key: str, root: str, replacements: Sequence[FileReplacement], call: str, now: int
+    tx: Tx, session_key: str, root: Path, replacements: Sequence[FileReplacement], call: str, now: int
 ) -> None:
     """Record what is about to be written, if the session knows what it replaces."""
     session = await _load_session(tx, session_key)
     for replacement in replacements:
-        path = f"{root}/{replacement.path}"
+        path = _build_version_key(root, replacement.path)
         known = await tx.one(_SQL.find, session=session, path=path)
         versions = (known["seen"], known["written"]) if known else ()
         if replacement.expected_sha256 is not None and replacement.expected_sha256 not in versions:
@@ -282,6 +283,13 @@ async def _record_writes(
             now=now,
         )
     await tx.do(_SQL.delete_oldest, session=session, kept=MAX_VERSIONS_PER_SESSION)
+
+
+def _build_version_key(root: Path, name: str) -> str:
+    """Return the path under which a file's version is recorded, or its hash if an index could not hold the path."""
+    path = str(root / name)
+    data = path.encode("utf-8", "surrogateescape")
+    return path if len(data) <= MAX_STORED_PATH_BYTES else f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
 async def _load_session(tx: Tx, session_key: str) -> int:

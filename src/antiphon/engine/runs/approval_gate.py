@@ -33,8 +33,9 @@ async def open_approval(
         tx, claim, [], now
     )  # fenced; and a run that waits for a person makes progress
     binding = _compute_binding(question)
+    subject = None if "\0" in (question.grant or "") else question.grant  # not every database stores it
     while (row := await tx.one(SQL.by_call, call=call)) is None:
-        grant = await approval_rows.find_grant(tx, claim.agent_id, tool, question.grant, binding)
+        grant = await approval_rows.find_grant(tx, claim.agent_id, tool, subject, binding)
         await tx.do(  # without effect if the random id is taken
             SQL.insert,
             id=approval_rows.new_approval_id(),
@@ -46,7 +47,7 @@ async def open_approval(
             tool=tool,
             question=approval_rows.format_question(question.text),
             binding=binding,
-            subject=question.grant,
+            subject=subject,
             state="pending" if grant is None else "allowed",
             always=int(grant is not None),
             decided_by=None if grant is None else f"grant {grant['id']}",

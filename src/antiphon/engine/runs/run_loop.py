@@ -46,7 +46,11 @@ from antiphon.messages import (
 )
 from antiphon.runtimes import Prompt, Runtime, ToolSpec
 from antiphon.runtimes.text import repair_surrogates
-from antiphon.runtimes.tool_calls import MAX_KEPT_TOOL_CALLS, MAX_TOOL_CALLS_PER_ANSWER
+from antiphon.runtimes.tool_calls import (
+    MAX_KEPT_TOOL_CALLS,
+    MAX_TOOL_CALLS_PER_ANSWER,
+    make_storable_id,
+)
 from antiphon.store import Store
 from antiphon.tracing import start_span
 
@@ -247,9 +251,10 @@ class RunLoop:
                 calls += 1
                 if calls > MAX_KEPT_TOOL_CALLS:
                     continue
-                number, call = 1, block
+                number, call_id = 1, make_storable_id(block.id)
+                call = msgspec.structs.replace(block, id=call_id)
                 while call.id in self._call_ids:
-                    number, call = number + 1, msgspec.structs.replace(block, id=f"{block.id}-{number + 1}")
+                    number, call = number + 1, msgspec.structs.replace(block, id=f"{call_id}-{number + 1}")
                 self._call_ids.add(call.id)
                 content.append(call)
             else:
