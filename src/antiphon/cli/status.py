@@ -15,6 +15,7 @@ from antiphon.cli._options import Settings, common_options, gateway_options
 
 if TYPE_CHECKING:
     from antiphon.client import Client
+    from antiphon.operations.types import Readiness
 
 READINESS_TIMEOUT_SECONDS = 5.0  # for the whole check; the gateway gives its store two of them
 STATUS_FIELDS = (
@@ -28,13 +29,6 @@ FAILURE_DESCRIPTIONS = {
         "NATS is unreachable: messages are stored, new runs wait; run: antiphon doctor",
     ),
 }
-
-
-class ReadinessAnswer(msgspec.Struct, frozen=True):
-    """The answer of a gateway at `/readyz`."""
-
-    failing: list[str] = []
-    degraded: list[str] = []
 
 
 @click.command(help="Show the state of the gateway, or of the store if none runs.")
@@ -90,18 +84,20 @@ def _build_unavailable_status(settings: Settings) -> dict[str, Any]:
     return {**dict.fromkeys((*STATUS_FIELDS, "shared", "sessions")), "pid": found.pid if found else None}
 
 
-def read_readiness(url: str) -> ReadinessAnswer:
+def read_readiness(url: str) -> Readiness:
     """Read `/readyz`, which needs no token; an unreachable path, as behind some proxies, counts as ready."""
     from http.client import HTTPConnection, HTTPException, HTTPSConnection
+
+    from antiphon.operations.types import Readiness
 
     parts = urlsplit(url)
     kind = HTTPSConnection if parts.scheme == "wss" else HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=READINESS_TIMEOUT_SECONDS)
     try:
         connection.request("GET", f"{parts.path.rstrip('/')}/readyz")
-        return msgspec.json.decode(connection.getresponse().read(), type=ReadinessAnswer)
+        return msgspec.json.decode(connection.getresponse().read(), type=Readiness)
     except (OSError, HTTPException, msgspec.MsgspecError):
-        return ReadinessAnswer()
+        return Readiness(ready=True)
     finally:
         connection.close()
 

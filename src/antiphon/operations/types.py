@@ -274,6 +274,16 @@ class SessionsSummary(_View, omit_defaults=False, frozen=True):
     """Sessions by agent, without archived ones."""
 
 
+class Readiness(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer of a gateway at `/readyz`."""
+
+    ready: bool
+    failing: list[str] = []
+    """What keeps the gateway from accepting work."""
+    degraded: list[str] = []
+    """What fails without keeping the gateway from accepting work."""
+
+
 class SystemStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Totals over all replicas that share the store. Large counts are capped."""
 

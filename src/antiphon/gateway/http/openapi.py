@@ -16,12 +16,13 @@ from antiphon import __version__
 from antiphon.gateway.http.history import HistoryResponse, KillResponse
 from antiphon.gateway.http.hooks import AgentHook, HookReceipt, WakeHook
 from antiphon.gateway.http.responses import ErrorResponse
-from antiphon.gateway.http.routes import GatewayInfo, Liveness, Readiness
+from antiphon.gateway.http.routes import GatewayInfo, Liveness
 from antiphon.gateway.openai import chat_completions, responses
 from antiphon.gateway.openai.chat_completions import ChatRequest
 from antiphon.gateway.openai.common import ModelList
 from antiphon.gateway.openai.responses import ResponseRequest
 from antiphon.gateway.tool_invocations import InvocationResponse, ToolInvocation
+from antiphon.operations.types import Readiness
 
 JsonSchema = dict[str, Any]
 

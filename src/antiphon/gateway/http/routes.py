@@ -28,6 +28,7 @@ from antiphon.gateway.http.metrics import Metrics
 from antiphon.gateway.http.responses import StreamSlots, build_json_response
 from antiphon.gateway.openai import common
 from antiphon.gateway.state import GatewayState
+from antiphon.operations.types import Readiness
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +46,6 @@ class GatewayInfo(msgspec.Struct, frozen=True):
 class Liveness(msgspec.Struct, frozen=True):
     ok: bool
     status: str
-
-
-class Readiness(msgspec.Struct, frozen=True, omit_defaults=True):
-    ready: bool
-    failing: list[str] = []
-    """What keeps the gateway from accepting work."""
-    degraded: list[str] = []
-    """What fails without keeping the gateway from accepting work."""
 
 
 CLIENT_CLOSED_REQUEST_STATUS = 499  # counted if the client disconnects before the response
