@@ -46,7 +46,7 @@ async def test_pages_of_a_state_go_on_where_they_ended(tmp_path: Path) -> None:
         assert ([row.key for row in rest.deliveries], rest.next_cursor) == (["1"], None)
         every = await app.operations.deliveries.list(OPERATOR, limit=10)
         assert [row.key for row in every.deliveries] == list("654321")
-        assert every.standing == {"dead": 3, "delivered": 2, "blocked": 1}
+        assert every.count_by_state == {"dead": 3, "delivered": 2, "blocked": 1}
         assert not every.capped
 
 
@@ -58,7 +58,7 @@ async def test_of_those_that_were_delivered_only_so_many_are_counted(
     async with open_app_fixture(tmp_path, echo) as app:
         fill(app, *["delivered"] * 5, *["dead"] * 4)
         page = await app.operations.deliveries.list(OPERATOR)
-        assert (page.standing, page.capped) == ({"dead": 4, "delivered": 3}, True)
+        assert (page.count_by_state, page.capped) == ({"dead": 4, "delivered": 3}, True)
 
 
 @pytest.mark.sqlite_only  # what its planner says

@@ -417,7 +417,7 @@ async def test_a_channel_that_is_not_there_is_said_and_set_up_later_it_can_be_de
         page = await agents.operations.deliveries.list(OPERATOR, "dead")
         (dead,) = page.deliveries
         assert "Channel 'discord' is not configured." in (dead.error or "")
-        assert page.standing == {"dead": 1}
+        assert page.count_by_state == {"dead": 1}
     discord = RecordingChannel()
     async with open_agents_fixture(config, tmp_path, channels={"discord": discord}) as agents:
         again = await agents.operations.deliveries.retry(OPERATOR, dead.key)

@@ -29,7 +29,14 @@ async def test_only_who_renews_its_lease_is_there(tmp_path: Path) -> None:
         query_database(tmp_path / DATABASE_FILE_NAME, insert, "other", now + 60_000)
         standing = await operations.status.get(OPERATOR)
     assert standing == SystemStatus(
-        queued=0, running=0, idle_seconds=0, abandoned=0, replicas=2, pending=0, ambiguous=0, dead=0
+        queued=0,
+        running=0,
+        oldest_unclaimed_run_seconds=0,
+        abandoned=0,
+        replicas=2,
+        pending=0,
+        ambiguous=0,
+        dead=0,
     )
 
 

@@ -240,7 +240,7 @@ async def _leave_something_undelivered(gateway: GatewayFixture) -> None:
     await gateway.operations.subagents.spawn(OPERATOR, wanted, requester="agent:main:telegram:group:7")
 
     async def given_up() -> bool:
-        return "dead" in (await gateway.operations.deliveries.list(OPERATOR)).standing
+        return "dead" in (await gateway.operations.deliveries.list(OPERATOR)).count_by_state
 
     await wait_until(given_up)
 

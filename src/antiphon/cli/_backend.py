@@ -49,7 +49,7 @@ class Backend(Protocol):
     async def spawn(self, request: SpawnRequest, requester: str) -> views.SpawnResult: ...
     async def list_subagents(self, session: str) -> list[views.TaskView]: ...
     async def get_report(self, run_id: str) -> str | None: ...
-    async def list_agents(self) -> list[views.AgentCard]: ...
+    async def list_agents(self) -> list[views.AgentSummary]: ...
     async def list_exchanges(
         self, session: str | None, *, unsettled: bool, limit: int, cursor: str | None = None
     ) -> views.ExchangePage: ...
@@ -136,7 +136,7 @@ class LocalBackend:
     async def get_report(self, run_id: str) -> str | None:
         return await self._operations.subagents.get_report(self._caller, run_id)
 
-    async def list_agents(self) -> list[views.AgentCard]:
+    async def list_agents(self) -> list[views.AgentSummary]:
         return await self._operations.agents.list(self._caller)
 
     async def list_exchanges(
@@ -225,7 +225,7 @@ async def _find_similar_session(backend: Backend, reference: str) -> str | None:
 
     try:
         rows = (await backend.list_sessions(ListFilter(limit=MAX_SESSIONS_COMPARED))).sessions
-        names = {card.id: f"agent:{card.id}:main" for card in await backend.list_agents()}
+        names = {agent.id: f"agent:{agent.id}:main" for agent in await backend.list_agents()}
     except AntiphonError:  # report the first error instead
         return None
     names |= {row.key.split(":", 2)[-1]: row.key for row in rows if ":subagent:" not in row.key}

@@ -75,8 +75,8 @@ async def wait_until_idle(backend: Backend, *sessions: str) -> None:
 async def _wait_for_deliveries(backend: Backend) -> None:
     until = asyncio.get_running_loop().time() + DELIVERY_WAIT_SECONDS
     while asyncio.get_running_loop().time() < until:
-        standing = (await backend.list_deliveries(None, 1)).standing
-        if not standing.get("pending") and not standing.get("sending"):
+        counts = (await backend.list_deliveries(None, 1)).count_by_state
+        if not counts.get("pending") and not counts.get("sending"):
             return
         await asyncio.sleep(POLL_SECONDS)
 

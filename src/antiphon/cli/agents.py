@@ -11,7 +11,7 @@ from antiphon.cli import _output
 from antiphon.cli._options import Settings, common_options, gateway_options
 
 if TYPE_CHECKING:
-    from antiphon.operations.types import AgentCard
+    from antiphon.operations.types import AgentSummary
 
 NO_MESSAGING_HINT = (
     "No agent can message another. To allow it, set tools.sessions.visibility to 'all' and tools.agentToAgent.enabled"
@@ -24,27 +24,27 @@ NO_MESSAGING_HINT = (
 @common_options
 @click.pass_obj
 def command(settings: Settings) -> None:
-    cards = asyncio.run(_load_agent_cards(settings))
+    agents = asyncio.run(_load_agents(settings))
     if settings.json:
-        _output.print_json({"agents": cards})
+        _output.print_json({"agents": agents})
         return
     rows = [
         [
-            f"{card.id} *" if card.default else card.id,
-            card.name or "",
-            card.model or card.runtime or "",
-            _format_spawn_targets(card),
-            ", ".join(card.may_message) or "none",
+            f"{agent.id} *" if agent.default else agent.id,
+            agent.name or "",
+            agent.model or agent.runtime or "",
+            _format_spawn_targets(agent),
+            ", ".join(agent.may_message) or "none",
         ]
-        for card in cards
+        for agent in agents
     ]
     _output.print_table(["AGENT", "NAME", "MODEL", "MAY SPAWN", "MAY MESSAGE"], rows)
     click.echo(_output.dim("* answers where no agent is named"))
-    if len(cards) > 1 and not any(card.may_message for card in cards):
+    if len(agents) > 1 and not any(agent.may_message for agent in agents):
         click.echo(_output.dim(NO_MESSAGING_HINT))
 
 
-async def _load_agent_cards(settings: Settings) -> list[AgentCard]:
+async def _load_agents(settings: Settings) -> list[AgentSummary]:
     from antiphon.cli._backend import make_gateway_client
 
     if client := make_gateway_client(settings):
@@ -54,9 +54,9 @@ async def _load_agent_cards(settings: Settings) -> list[AgentCard]:
     from antiphon.operations.agents import AgentDirectory
 
     config = settings.load().config
-    return AgentDirectory(config, SessionResolver(config)).list_cards()
+    return AgentDirectory(config, SessionResolver(config)).list_summaries()
 
 
-def _format_spawn_targets(card: AgentCard) -> str:
-    others = [agent for agent in card.may_spawn if agent != card.id]
+def _format_spawn_targets(agent: AgentSummary) -> str:
+    others = [other for other in agent.may_spawn if other != agent.id]
     return ", ".join(["itself", *others])

@@ -80,19 +80,19 @@ def _collect_facts(settings: Settings, loaded: LoadedConfig, lacking: list[str])
     from antiphon.operations.agents import AgentDirectory
 
     config = loaded.config
-    cards = AgentDirectory(config, SessionResolver(config)).list_cards()
+    agents = AgentDirectory(config, SessionResolver(config)).list_summaries()
     return {
         "path": str(loaded.path) if loaded.path else None,
         "stateDir": str(settings.paths.state_dir),
         "agents": [
             {
-                "id": card.id,
-                "default": card.default,
-                "model": describe_answering_model(loaded, card.id),
-                "maySpawn": card.may_spawn,
-                "mayMessage": card.may_message,
+                "id": agent.id,
+                "default": agent.default,
+                "model": describe_answering_model(loaded, agent.id),
+                "maySpawn": agent.may_spawn,
+                "mayMessage": agent.may_message,
             }
-            for card in cards
+            for agent in agents
         ],
         "providers": list(config.models.providers),
         "warnings": [*loaded.warnings, *lacking],

@@ -264,7 +264,7 @@ async def _build_summary(app: App, builder: MoveBuilder, seconds: float) -> Demo
     operator = Caller.operator()
     page = await app.operations.deliveries.list(operator)
     tasks = await app.operations.subagents.list(operator, MAIN_SESSION_KEY)
-    if set(page.standing) != {"delivered"} or any(task.phase != "settled" for task in tasks):
+    if set(page.count_by_state) != {"delivered"} or any(task.phase != "settled" for task in tasks):
         raise _make_demo_error("a delivery or a sub-agent has not finished")
     return DemoSummary(
         participants=[
@@ -278,7 +278,7 @@ async def _build_summary(app: App, builder: MoveBuilder, seconds: float) -> Demo
             for name, tally in builder.tallies.items()
         ],
         turns=sum(builder.turns.values()),
-        deliveries=page.standing,
+        deliveries=page.count_by_state,
         tasks={task.label or task.child_session_key: task.status for task in tasks},
         seconds=round(seconds, 3),
     )

@@ -116,10 +116,10 @@ async def _read_store_status(settings: Settings) -> dict[str, Any]:
         return {**facts, "sessions": 0, "runs": {"queued": 0, "running": 0}, "deliveries": {}}
     async with open_operations_readonly(config, home.path) as operations:
         summary = await operations.sessions.get_summary(operator)
-        standing = (await operations.deliveries.list(operator, limit=1)).standing
+        deliveries = (await operations.deliveries.list(operator, limit=1)).count_by_state
         replicas = await operations.status.list_replicas(operator) if elsewhere else []
     runs = {"queued": summary.queued, "running": summary.running}
-    facts |= {"sessions": summary.sessions, "runs": runs, "deliveries": standing}
+    facts |= {"sessions": summary.sessions, "runs": runs, "deliveries": deliveries}
     facts |= {"replicas": msgspec.to_builtins(replicas), "shared": True} if elsewhere else {}
     return {**facts, "tokenFile": _get_token_file(settings)}
 
@@ -198,7 +198,7 @@ def _format_replicas(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _format_stuck_deliveries(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the deliveries that need attention."""
-    standing: dict[str, int] = facts["deliveries"] or {}
-    stuck = [f"{standing[state]} {state}" for state in ("dead", "ambiguous") if standing.get(state)]
+    counts: dict[str, int] = facts["deliveries"] or {}
+    stuck = [f"{counts[state]} {state}" for state in ("dead", "ambiguous") if counts.get(state)]
     if stuck:
         yield "deliveries", f"{', '.join(stuck)}; see: {_output.PROGRAM_NAME} deliveries"

@@ -30,7 +30,7 @@ from antiphon.client.connection import (
 from antiphon.client.feed import FeedPosition, is_feed_ended
 from antiphon.errors import InvalidInput, NotFound, TooLarge
 from antiphon.operations.types import (
-    AgentCard,
+    AgentSummary,
     ApprovalView,
     ConversationView,
     DeliveryPage,
@@ -298,8 +298,8 @@ class Client:
     async def get_report(self, run_id: str) -> str | None:
         return (await self.call("subagents.report", {"runId": run_id}))["report"]
 
-    async def list_agents(self) -> list[AgentCard]:
-        return msgspec.convert((await self.call("agents.spawnable"))["agents"], list[AgentCard])
+    async def list_agents(self) -> list[AgentSummary]:
+        return msgspec.convert((await self.call("agents.spawnable"))["agents"], list[AgentSummary])
 
     async def list_exchanges(
         self, session: str | None, *, unsettled: bool, limit: int, cursor: str | None = None

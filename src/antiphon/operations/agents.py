@@ -1,4 +1,4 @@
-"""Which agents a caller may spawn and message, by the configuration and, for a spawned session, by its envelope."""
+"""Which agents a caller may spawn and message, by the configuration and, for a spawned session, by its permissions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.errors import Forbidden, NotFound
 from antiphon.operations.context import OperationContext
 from antiphon.operations.spawn_rules import SpawnRequester, SpawnRules
-from antiphon.operations.types import AgentCard, AgentLine, AgentsView
+from antiphon.operations.types import AgentSummary, AgentsView, ReachableAgent
 from antiphon.store import Tx
 
 if TYPE_CHECKING:  # not needed at run time; keeps commands that only read fast
@@ -38,35 +38,35 @@ class AgentOperations:
         access.require_scope(caller, "list")
         requester = caller.agent_id or self._context.config.default_agent_id
         patterns = self._context.session_resolver.get_grants(caller).spawn_agents
-        envelope = (
-            await self._context.store.read(self._load_envelope, caller, requester)
+        permissions = (
+            await self._context.store.read(self._load_permissions, caller, requester)
             if caller.session_key
             else None
         )
-        can_spawn_any = envelope is None and ANY_AGENT in (pattern.strip() for pattern in patterns)
+        can_spawn_any = permissions is None and ANY_AGENT in (pattern.strip() for pattern in patterns)
         spawnable = [
             agent
             for agent in self._directory.list_spawnable_by(caller, requester)
-            if _envelope_allows_spawn(envelope, agent) and self._stays_in_sandbox(caller, agent)
+            if _permissions_allow_spawn(permissions, agent) and self._stays_in_sandbox(caller, agent)
         ]
         messageable = self._directory.list_messageable_by(caller)
 
-        def line(agent: str) -> AgentLine:
-            return self._directory.build_line(
+        def describe(agent: str) -> ReachableAgent:
+            return self._directory.build_reachable_agent(
                 agent, can_spawn=agent in spawnable, can_message=agent in messageable
             )
 
         return AgentsView(
             requester=requester,
             allow_any=caller.is_operator or can_spawn_any,
-            agents=[line(agent) for agent in spawnable],
-            message_only=[line(agent) for agent in messageable if agent not in spawnable],
+            agents=[describe(agent) for agent in spawnable],
+            message_only=[describe(agent) for agent in messageable if agent not in spawnable],
             hint=None if any(agent != requester for agent in messageable) else REACH_HINT,
         )
 
-    async def _load_envelope(self, tx: Tx, caller: Caller, agent_id: str) -> SubagentPermissions | None:
+    async def _load_permissions(self, tx: Tx, caller: Caller, agent_id: str) -> SubagentPermissions | None:
         row = await session_rows.find_by_key(tx, caller.session_key or "")
-        return self._spawn_rules.get_envelope(SpawnRequester(row, agent_id)) if row else None
+        return self._spawn_rules.get_stored_permissions(SpawnRequester(row, agent_id)) if row else None
 
     def _stays_in_sandbox(self, caller: Caller, agent_id: str) -> bool:
         return not caller.sandboxed or self._context.session_resolver.is_sandboxed(
@@ -77,12 +77,12 @@ class AgentOperations:
         """Return the agents that one agent may spawn, itself first."""
         return self._directory.list_spawnable(agent_id)
 
-    async def list(self, caller: Caller) -> list[AgentCard]:
+    async def list(self, caller: Caller) -> list[AgentSummary]:
         """Return every configured agent; for operators only."""
         access.require_scope(caller, "list")
         if not caller.is_operator:
             raise Forbidden("Only operators can see every agent.", "Call agents_list.", action="list")
-        return self._directory.list_cards()
+        return self._directory.list_summaries()
 
 
 class AgentDirectory:
@@ -92,8 +92,8 @@ class AgentDirectory:
         self._config = config
         self._session_resolver = session_resolver
 
-    def list_cards(self) -> list[AgentCard]:
-        return [self._build_card(agent_id) for agent_id in self._config.agent_ids]
+    def list_summaries(self) -> list[AgentSummary]:
+        return [self._build_summary(agent_id) for agent_id in self._config.agent_ids]
 
     def list_spawnable(self, agent_id: str) -> list[str]:
         return self.list_spawnable_by(Caller.agent(agent_id, str(keys.main_session_key(agent_id))), agent_id)
@@ -129,10 +129,10 @@ class AgentDirectory:
             return False
         return True
 
-    def build_line(self, agent_id: str, *, can_spawn: bool, can_message: bool) -> AgentLine:
+    def build_reachable_agent(self, agent_id: str, *, can_spawn: bool, can_message: bool) -> ReachableAgent:
         agent = self._config.get_agent(agent_id)
         runtime = agent.runtime.type
-        return AgentLine(
+        return ReachableAgent(
             id=agent_id,
             configured=True,
             can_spawn=can_spawn,
@@ -142,10 +142,10 @@ class AgentDirectory:
             runtime=runtime,
         )
 
-    def _build_card(self, agent_id: str) -> AgentCard:
+    def _build_summary(self, agent_id: str) -> AgentSummary:
         agent = self._config.get_agent(agent_id)
         runtime = agent.runtime.type
-        return AgentCard(
+        return AgentSummary(
             id=agent_id,
             default=agent_id == self._config.default_agent_id,
             name=agent.name,
@@ -156,5 +156,5 @@ class AgentDirectory:
         )
 
 
-def _envelope_allows_spawn(envelope: SubagentPermissions | None, agent_id: str) -> bool:
-    return envelope is None or (envelope.depth > 0 and agent_id in envelope.agents)
+def _permissions_allow_spawn(permissions: SubagentPermissions | None, agent_id: str) -> bool:
+    return permissions is None or (permissions.depth > 0 and agent_id in permissions.agents)

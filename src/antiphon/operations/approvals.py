@@ -85,7 +85,7 @@ class ApprovalOperations:
         ]
 
     async def revoke_grant(self, caller: Caller, grant_id: str) -> None:
-        """Ask again about calls that were always allowed."""
+        """Revoke a grant; later calls ask again."""
         access.require_approver(caller)
         if not await self._context.store.tx(approval_rows.delete_grant, grant_id):
             raise NotFound(

@@ -25,7 +25,7 @@ class DeliveryOperations:
         self._context = context
 
     async def retry(self, caller: Caller, key: str) -> DeliveryView:
-        """Send a dead, ambiguous or blocked delivery again. An ambiguous one may arrive twice."""
+        """Queue a dead, ambiguous or blocked delivery again. An ambiguous one may arrive twice."""
         access.require_operator(caller, "manage", *OUTBOX_REFUSAL)
         worker = self._context.require_worker()
         row = await self._context.store.tx(delivery_rows.requeue_delivery, key, self._context.clock.now())
@@ -53,7 +53,7 @@ class DeliveryOperations:
         page = rows[: min(limit, MAX_DELIVERIES_PER_PAGE)]
         return DeliveryPage(
             deliveries=await asyncio.to_thread(lambda: [_build_delivery_view(row) for row in page]),
-            standing=counts,
+            count_by_state=counts,
             capped=counts.get("delivered") == MAX_DELIVERED_COUNTED,
             next_cursor=str(page[-1]["n"]) if len(rows) > len(page) else None,
         )

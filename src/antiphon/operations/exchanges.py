@@ -43,8 +43,8 @@ from antiphon.store import Row, Tx
 
 MAX_REPLY_BACK_TURNS = 5
 DEFAULT_EXCHANGES_PER_PAGE, MAX_EXCHANGES_PER_PAGE = 50, 500
-MAX_EXCHANGES_COMPARED = 10_000  # the most recent ones, when only the beginning of an id is given
-MAX_CANDIDATES = 5
+MAX_EXCHANGES_MATCHED_BY_PREFIX = 10_000  # the most recent ones, when only the beginning of an id is given
+MAX_AMBIGUOUS_IDS_SHOWN = 5
 ALL_SESSIONS_REFUSAL = ("the exchanges of all sessions", "Read your own with sessions_history.")
 REQUEST_ID_NAMESPACE = uuid.UUID("9d7c3f54-6d0e-4a0b-9f43-1f7a6a3d0c55")
 
@@ -399,14 +399,14 @@ async def _load_exchange_with_runs(tx: Tx, reference: str) -> tuple[Row, list[tu
 
 async def _find_by_id_prefix(tx: Tx, prefix: str) -> Row:
     found = await exchanges.list_ids_with_prefix(
-        tx, prefix, recent=MAX_EXCHANGES_COMPARED, limit=MAX_CANDIDATES + 1
+        tx, prefix, recent=MAX_EXCHANGES_MATCHED_BY_PREFIX, limit=MAX_AMBIGUOUS_IDS_SHOWN + 1
     )
     if not found or not prefix:
         raise NotFound(
             f"Exchange {prefix[:80]!r} was not found.", "Use an id that `antiphon exchanges` shows."
         )
     if len(found) > 1:
-        candidates = found[:MAX_CANDIDATES]
+        candidates = found[:MAX_AMBIGUOUS_IDS_SHOWN]
         raise Ambiguous(
             f"Several exchanges begin with {prefix[:80]!r}: {', '.join(candidates)}.",
             "Use more of the id.",

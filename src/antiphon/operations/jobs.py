@@ -1,4 +1,4 @@
-"""Scheduled jobs as callers manage them: typed in and out, like `operations` for sessions.
+"""Operations on scheduled jobs.
 
 Jobs belong to the operators: reading them needs `operator.read`, changing or running them `operator.admin`, and
 agents may do neither. `engine.jobs.scheduler` decides when a job fires, and `engine.jobs.firings` what that does.
@@ -22,7 +22,7 @@ from antiphon.engine.jobs.scheduler import Scheduler
 from antiphon.errors import Forbidden, InvalidInput, StoreReadOnly
 from antiphon.operations import types
 from antiphon.operations.context import OperationContext
-from antiphon.operations.types import RunView
+from antiphon.operations.types import RunView, View
 
 __all__ = [
     "JobFireResult",
@@ -40,11 +40,7 @@ CRON_DISABLED_REASON = "cron-disabled"
 T = TypeVar("T")
 
 
-class _View(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    pass
-
-
-class JobState(_View, frozen=True):
+class JobState(View, frozen=True):
     """State of a job. `lastStatus` is `running` or how the last run ended; `lastError` also covers failed starts."""
 
     next_run_at_ms: int | None = None
@@ -54,7 +50,7 @@ class JobState(_View, frozen=True):
     last_run_id: str | None = None
 
 
-class JobView(_View, omit_defaults=False, frozen=True):
+class JobView(View, omit_defaults=False, frozen=True):
     id: str
     name: str
     enabled: bool
@@ -69,7 +65,7 @@ class JobView(_View, omit_defaults=False, frozen=True):
     state: JobState
 
 
-class JobFireResult(_View, frozen=True):
+class JobFireResult(View, frozen=True):
     """`ran` says that a run was accepted; otherwise `reason` says why not."""
 
     ran: bool
@@ -78,7 +74,7 @@ class JobFireResult(_View, frozen=True):
     reason: str | None = None
 
 
-class SchedulerStatusView(_View, omit_defaults=False, frozen=True):
+class SchedulerStatusView(View, omit_defaults=False, frozen=True):
     """The scheduler's state. It never fires while `cron.enabled` is false."""
 
     enabled: bool
@@ -96,7 +92,7 @@ class JobOperations:
         )
 
     async def add(self, caller: Caller, spec: JobSpec, *, key: str | None = None) -> JobView:
-        """Adds a job. It is durable on return, and fires whenever a process hosts the directory.
+        """Add a job. It is durable on return, and fires while a gateway runs.
 
         A repeated call with the same key adds nothing, even if the job has fired or was removed since.
         """
@@ -115,7 +111,7 @@ class JobOperations:
         return _build_job_view(job)
 
     async def update(self, caller: Caller, job_id: str, patch: JobPatch) -> JobView:
-        """Changes a job. A new schedule, or enabling it, counts from now: missed times are not made up for."""
+        """Change a job. A new schedule, or enabling it, counts from now: missed times are not made up for."""
         _require_scope(caller, ADMIN_SCOPE)
         now = self._context.clock.now()
         job = await self._context.store.tx(
@@ -126,14 +122,14 @@ class JobOperations:
         return _build_job_view(job)
 
     async def remove(self, caller: Caller, job_id: str) -> bool:
-        """Removes a job and returns whether it existed. Its runs and its session stay."""
+        """Remove a job and return whether it existed. Its runs and its session stay."""
         _require_scope(caller, ADMIN_SCOPE)
         return await self._context.store.tx(jobs.remove_job, job_id)
 
     async def run(
         self, caller: Caller, job_id: str, mode: Literal["force", "due"] = "force", *, key: str | None = None
     ) -> JobFireResult:
-        """Fires a job now, or only if it is due. A repeated call with the same key returns the same run."""
+        """Fire a job now, or only if it is due. A repeated call with the same key returns the same run."""
         _require_scope(caller, ADMIN_SCOPE)
         validation.validate_idempotency_key(key)
         await self._context.store.read(jobs.get_job, job_id)
@@ -155,7 +151,7 @@ class JobOperations:
         return _build_job_view(await self._context.store.read(jobs.get_job, job_id))
 
     async def list_runs(self, caller: Caller, job_id: str, limit: int = DEFAULT_JOB_RUNS) -> list[RunView]:
-        """The runs of a job, newest first."""
+        """Return the runs of a job, newest first."""
         _require_scope(caller, READ_SCOPE)
         if limit < 1:
             raise InvalidInput(
@@ -171,7 +167,7 @@ class JobOperations:
         return SchedulerStatusView(enabled=enabled, jobs=count, next_wake_at=next_at if enabled else None)
 
     async def list(self, caller: Caller, include_disabled: bool = False) -> list[JobView]:
-        """Every job, oldest first."""
+        """Return every job, oldest first."""
         _require_scope(caller, READ_SCOPE)
         return [
             _build_job_view(job) for job in await self._context.store.read(jobs.list_jobs, include_disabled)
@@ -179,7 +175,7 @@ class JobOperations:
 
 
 def parse_job_input(kind: type[T], raw: Any) -> T:
-    """Builds a `JobSpec` or `JobPatch` from plain data of any wire.
+    """Build a `JobSpec` or `JobPatch` from plain data of any wire.
 
     Raises:
         InvalidInput: the data is invalid; `field` says where.
@@ -197,7 +193,7 @@ def parse_job_input(kind: type[T], raw: Any) -> T:
 
 
 def _revalidate(given: T) -> T:
-    """Validates a struct that was built in Python, which msgspec has not checked against its types."""
+    """Validate a struct that was built in Python, which msgspec has not checked against its types."""
     return parse_job_input(type(given), msgspec.to_builtins(given))
 
 

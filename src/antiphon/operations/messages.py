@@ -137,7 +137,7 @@ class MessageOperations:
         now: int,
         place: _TaskPlacement | None = None,
     ) -> tuple[run_queue.AcceptedRun, Row, str | None]:
-        """Return the accepted run, the session, and why the session was created or renewed, if it was."""
+        """Return the accepted run, the session, and why the session or its conversation is new, if it is."""
         row, created = await self._context.open_or_create_session(tx, caller, "send", message.session, now)
         require_current_conversation(row, message.session)
         channel = keys.WEBCHAT_CHANNEL if caller.is_operator and message.provenance is None else None
@@ -147,7 +147,7 @@ class MessageOperations:
         news = "create" if created else None
         if self._reset_rules and place is None and not created:
             news = await self._find_reset_reason(tx, caller, message, row, run_id, now)
-            row = await _renew_session(tx, caller, row, news, now) if news else row
+            row = await _renew_conversation(tx, caller, row, news, now) if news else row
         timeout = message.timeout_seconds
         task, deadline, link = place or _TaskPlacement()
         submission = Submission(
@@ -251,7 +251,7 @@ def _build_entry(message: IncomingMessage, now: int) -> UserMessage | ToolResult
     return UserMessage(content=message.content, timestamp=now, provenance=message.provenance)
 
 
-async def _renew_session(tx: Tx, caller: Caller, row: Row, reason: str, now: int) -> Row:
+async def _renew_conversation(tx: Tx, caller: Caller, row: Row, reason: str, now: int) -> Row:
     """Start a new conversation in the session, as `/new` does."""
     await session_rows.start_new_transcript(tx, row, reason, now)
     renewed = await session_rows.find_session(tx, keys.parse(row["key"]), caller.session_key)

@@ -1,7 +1,7 @@
 """Decides whether a sub-agent may be spawned, and with which permissions, before anything is created.
 
 A child never has more rights than its parent: no further tools, agents or reach, and no way out of a sandbox. Its
-maximum permissions are fixed here, once, in its envelope.
+maximum permissions are fixed here, once, and stored (column `envelope`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SpawnRules:
         self._config = context.config
         self._session_resolver = context.session_resolver
         self._toolbox = context.toolbox
-        self._envelopes = SubagentPermissionResolver(context.config, context.toolbox)
+        self._permission_resolver = SubagentPermissionResolver(context.config, context.toolbox)
         self._state_dir = context.state_dir
         files = context.transcript_files
         self._transcripts_folder = "" if files is None else str(files.folder)
@@ -140,7 +140,7 @@ class SpawnRules:
         own = self._config.get_agent(requester.agent_id)
         actor = self._build_actor(caller, requester)
         target = self._resolve_target_agent(caller, requester, own, request)
-        parent = self._compute_current_envelope(requester, own, actor)
+        parent = self._compute_current_permissions(requester, own, actor)
         # The caller's key may be any text; the id derived from it is part of a session key and names a folder.
         child_id = str(uuid.uuid5(CHILD_ID_NAMESPACE, f"{session['key']}\n{task_id}"))
         child_key = keys.subagent_key(target.id, child_id)
@@ -148,7 +148,7 @@ class SpawnRules:
         await self._check_children(tx, session, own)
         await _check_breaker(tx, target.id, request.task, now)
         sandboxed = self._resolve_sandboxed(actor, target, child_key, request)
-        envelope = self._build_child_envelope(actor, target, parent)
+        permissions = self._build_child_permissions(actor, target, parent)
         return ValidatedSpawn(
             id=task_id,
             digest=request.compute_digest(session["key"]),
@@ -159,9 +159,9 @@ class SpawnRules:
             model=request.model or _get_default_model(target),
             thinking=request.thinking or target.subagents.thinking,
             deadline_at=_compute_deadline(target, request, now),
-            instructions=self._build_instructions(session, child_key, envelope, request),
+            instructions=self._build_instructions(session, child_key, permissions, request),
             sandboxed=sandboxed,
-            envelope=envelope,
+            permissions=permissions,
             options=self._build_options(requester, target, request, child_id),
             destination=delivery_rows.resolve_session_destination(session),
             link=link,
@@ -180,9 +180,9 @@ class SpawnRules:
         access.authorize(
             caller, "spawn", target, self._session_resolver.get_grants(caller), configured=configured
         )
-        envelope = self.get_envelope(requester)
-        if agent_id not in configured or (envelope is not None and agent_id not in envelope.agents):
-            allowed = [id for id in (envelope.agents if envelope else configured) if id in configured]
+        permissions = self.get_stored_permissions(requester)
+        if agent_id not in configured or (permissions is not None and agent_id not in permissions.agents):
+            allowed = [id for id in (permissions.agents if permissions else configured) if id in configured]
             raise _build_refusal(
                 "agent",
                 f"Agent {agent_id!r} cannot be spawned from here.",
@@ -190,16 +190,16 @@ class SpawnRules:
             )
         return self._config.get_agent(agent_id)
 
-    def get_envelope(self, requester: SpawnRequester) -> SubagentPermissions | None:
-        """Return the envelope of a sub-agent's session; None for other sessions."""
+    def get_stored_permissions(self, requester: SpawnRequester) -> SubagentPermissions | None:
+        """Return the stored permissions of a sub-agent's session; None for other sessions."""
         session = requester.session
-        return self._envelopes.resolve(requester.agent_id, session["key"], session["envelope"])
+        return self._permission_resolver.resolve(requester.agent_id, session["key"], session["envelope"])
 
-    def _compute_current_envelope(
+    def _compute_current_permissions(
         self, requester: SpawnRequester, agent: AgentConfig, actor: Caller
     ) -> SubagentPermissions:
-        """Return the current permissions of a session: its agent's, restricted by its sandbox and its own envelope."""
-        stored = self.get_envelope(requester)
+        """Return the current permissions of a session: its agent's, restricted by its sandbox and its stored ones."""
+        stored = self.get_stored_permissions(requester)
         grants = self._session_resolver.get_grants(actor)
         left = agent.subagents.max_spawn_depth - requester.session["depth"]
         return SubagentPermissions(
@@ -225,7 +225,7 @@ class SpawnRules:
     def _build_actor(self, caller: Caller, requester: SpawnRequester) -> Caller:
         """Return the requester's identity, sandboxed if the caller, the session or the configuration says so."""
         session, agent_id = requester
-        stored = self.get_envelope(requester)
+        stored = self.get_stored_permissions(requester)
         inside = (
             caller.sandboxed
             or bool(session["sandboxed"])
@@ -240,14 +240,14 @@ class SpawnRules:
             if id == agent_id or access.matches_agent_patterns(id, patterns)
         ]
 
-    def _build_child_envelope(
+    def _build_child_permissions(
         self, actor: Caller, target: AgentConfig, parent: SubagentPermissions
     ) -> SubagentPermissions:
         above = msgspec.structs.replace(actor, cap=parent.cap)
         depth = max(0, parent.depth - 1)
         grants = self._session_resolver.get_grants(Caller.agent(target.id, "agent:x:main"))
         return SubagentPermissions(
-            tools=tuple(self._envelopes.list_tool_names(target, depth)),
+            tools=tuple(self._permission_resolver.list_tool_names(target, depth)),
             agents=tuple(self._list_spawnable(target.id, grants.spawn_agents)),
             # If the parent cannot reach every session of the agent, the child reaches only its own tree.
             read=grants.read
@@ -305,14 +305,14 @@ class SpawnRules:
         return sandboxed
 
     def _build_instructions(
-        self, requester: Row, child_key: SessionKey, envelope: SubagentPermissions, request: SpawnRequest
+        self, requester: Row, child_key: SessionKey, permissions: SubagentPermissions, request: SpawnRequest
     ) -> str:
         return prompts.build_subagent_context(
             requester_key=keys.display_full_key(requester["key"]),
             child_key=str(child_key),
             depth=requester["depth"] + 1,
-            max_depth=requester["depth"] + 1 + envelope.depth,
-            may_spawn=SPAWN_TOOL_NAME in envelope.tools,
+            max_depth=requester["depth"] + 1 + permissions.depth,
+            may_spawn=SPAWN_TOOL_NAME in permissions.tools,
             label=request.label,
             attachments=attachments.format_relative_dir(child_key.id) if request.attachments else None,
         )

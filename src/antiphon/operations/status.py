@@ -29,7 +29,7 @@ class StatusOperations:
         return SystemStatus(
             queued=row["queued"],
             running=row["running"],
-            idle_seconds=0.0 if since is None else max(0.0, (now - since) / 1000),
+            oldest_unclaimed_run_seconds=0.0 if since is None else max(0.0, (now - since) / 1000),
             abandoned=row["abandoned"],
             replicas=row["replicas"],
             pending=row["pending"],
@@ -57,5 +57,5 @@ def _build_replica_view(row: Row, now: int) -> ReplicaView:
         lanes=row["lanes"],
         lag_ms=max(0, now - row["seen_at"]) if row["seen_at"] is not None else None,
         alive=row["lease_until"] > now,
-        watching=bool(row["watching"]),
+        is_coordinator=bool(row["watching"]),
     )

@@ -160,12 +160,15 @@ class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
 # --- results ---
 
 
-class _View(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    pass
+class View(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """Base of results: camel case on the wire, defaults omitted."""
 
 
-class MessageReceipt(_View, frozen=True):
-    """A message is durable. `state` is `queued`, or the current state of its run if the key was used before."""
+class MessageReceipt(View, frozen=True):
+    """Receipt for a durably stored message.
+
+    `state` is `queued`, or the current state of its run if the key was used before.
+    """
 
     run_id: str
     session_key: str
@@ -175,7 +178,7 @@ class MessageReceipt(_View, frozen=True):
     """False if the key was used before."""
 
 
-class RunView(_View, frozen=True):
+class RunView(View, frozen=True):
     run_id: str
     session_key: str
     state: str
@@ -206,14 +209,14 @@ class StopView(msgspec.Struct, frozen=True):
     run_ids: list[str]
 
 
-class DeliveryRoute(_View, frozen=True):
+class DeliveryRoute(View, frozen=True):
     channel: str | None = None
     to: str | None = None
     account_id: str | None = None
     thread_id: str | None = None
 
 
-class SessionView(_View, frozen=True, kw_only=False, gc=False):
+class SessionView(View, frozen=True, kw_only=False, gc=False):
     """A row of a session list. Built by position, since by name each field would be looked up in every row.
 
     `model` is the one that answers, `model_override` the session's own choice; the active run is set only if a single
@@ -264,7 +267,7 @@ class AnsweringModel(NamedTuple):
     window: int | None
 
 
-class SessionsSummary(_View, omit_defaults=False, frozen=True):
+class SessionsSummary(View, omit_defaults=False, frozen=True):
     """Counts of sessions and of current activity."""
 
     sessions: int
@@ -289,7 +292,7 @@ class SystemStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     queued: int
     running: int
-    idle_seconds: float
+    oldest_unclaimed_run_seconds: float
     """How long the oldest run has waited that only needs a replica to take it."""
     abandoned: int
     """Runs whose replica is silent and that no other replica has taken over yet."""
@@ -299,7 +302,7 @@ class SystemStatus(msgspec.Struct, frozen=True, kw_only=True):
     dead: int
 
 
-class ReplicaView(_View, frozen=True):
+class ReplicaView(View, frozen=True):
     """A process that hosts this store's sessions."""
 
     id: str
@@ -307,7 +310,7 @@ class ReplicaView(_View, frozen=True):
     lanes: int
     """Sessions that it is running right now."""
     alive: bool
-    watching: bool
+    is_coordinator: bool = msgspec.field(name="watching")
     """Whether this replica is the coordinator, which does the work that belongs to no single session."""
     address: str | None = None
     version: str | None = None
@@ -316,7 +319,7 @@ class ReplicaView(_View, frozen=True):
     """Milliseconds since its last heartbeat."""
 
 
-class SessionPage(_View, frozen=True):
+class SessionPage(View, frozen=True):
     """A page of sessions. `scope` says whose these are: `all`, or what the caller's visibility narrows it to."""
 
     count: int
@@ -339,7 +342,7 @@ class SessionOverview(NamedTuple):
     """The settings that would show more."""
 
 
-class UsageLine(_View, omit_defaults=False, frozen=True):
+class UsageLine(View, omit_defaults=False, frozen=True):
     provider: str | None
     model: str | None
     calls: int
@@ -350,7 +353,7 @@ class UsageLine(_View, omit_defaults=False, frozen=True):
     cost: float | None
 
 
-class SessionStatusView(_View, omit_defaults=False, frozen=True):
+class SessionStatusView(View, omit_defaults=False, frozen=True):
     """One session, its active and waiting runs in order, and its cost by model."""
 
     session: SessionView
@@ -358,7 +361,7 @@ class SessionStatusView(_View, omit_defaults=False, frozen=True):
     usage: list[UsageLine]
 
 
-class AgentLine(_View, frozen=True):
+class ReachableAgent(View, frozen=True):
     """An agent in a list. `runtime` is what answers for it; `model` is absent if that is not a model.
 
     `can_spawn` is about `sessions_spawn`, `can_message` about `sessions_send` to the agent's main session.
@@ -373,19 +376,19 @@ class AgentLine(_View, frozen=True):
     runtime: str | None = None
 
 
-class AgentsView(_View, frozen=True):
+class AgentsView(View, frozen=True):
     """The agents that the requester may spawn, itself first. `allow_any`: every configured one."""
 
     requester: str
     allow_any: bool
-    agents: list[AgentLine]
-    message_only: list[AgentLine] = []
+    agents: list[ReachableAgent]
+    message_only: list[ReachableAgent] = []
     """Agents that the requester may send to but not spawn."""
     hint: str | None = None
     """The settings that decide, if the requester can message no other agent."""
 
 
-class AgentCard(_View, omit_defaults=False, frozen=True):
+class AgentSummary(View, omit_defaults=False, frozen=True):
     """An agent as operators see it.
 
     `may_spawn`: agents that it may start, itself first. `may_message`: other agents whose main session it may send to.
@@ -400,7 +403,7 @@ class AgentCard(_View, omit_defaults=False, frozen=True):
     may_message: list[str] = []
 
 
-class HistoryPage(_View, omit_defaults=False, frozen=True):
+class HistoryPage(View, omit_defaults=False, frozen=True):
     """Raw entries, oldest first, each with its `seq` and `id`. `nextCursor` leads to earlier ones."""
 
     session_key: str
@@ -411,7 +414,7 @@ class HistoryPage(_View, omit_defaults=False, frozen=True):
     next_cursor: str | None = None
 
 
-class ConversationView(_View, frozen=True):
+class ConversationView(View, frozen=True):
     """One transcript of a key; the current one has not ended. `reason` is why it was started."""
 
     session_id: str
@@ -420,7 +423,7 @@ class ConversationView(_View, frozen=True):
     ended_at: int | None = None
 
 
-class CompactView(_View, omit_defaults=False, frozen=True):
+class CompactView(View, omit_defaults=False, frozen=True):
     """How many entries a prompt can still contain; `reason` says why nothing was left out."""
 
     compacted: bool
@@ -428,7 +431,7 @@ class CompactView(_View, omit_defaults=False, frozen=True):
     reason: str | None = None
 
 
-class InjectedEntry(_View, frozen=True):
+class InjectedEntry(View, frozen=True):
     """The position of an entry that no run wrote."""
 
     message_id: str
@@ -437,12 +440,12 @@ class InjectedEntry(_View, frozen=True):
     session_id: str
 
 
-class PreviewItem(_View, frozen=True):
+class PreviewItem(View, frozen=True):
     role: str
     text: str
 
 
-class SessionPreview(_View, omit_defaults=False, frozen=True):
+class SessionPreview(View, omit_defaults=False, frozen=True):
     """The last messages of a session, under the name that the caller used for it."""
 
     key: str
@@ -450,7 +453,7 @@ class SessionPreview(_View, omit_defaults=False, frozen=True):
     items: list[PreviewItem]
 
 
-class DeliveryState(_View, frozen=True):
+class DeliveryState(View, frozen=True):
     """The state of a message, independent of its reply."""
 
     status: Literal["queued", "started", "ended"]
@@ -459,7 +462,7 @@ class DeliveryState(_View, frozen=True):
     position: int | None = None
 
 
-class ReplyBackState(_View, frozen=True):
+class ReplyBackState(View, frozen=True):
     """How many reply turns the two sessions may take after the first reply; for none, the reason."""
 
     turns: int
@@ -469,7 +472,7 @@ class ReplyBackState(_View, frozen=True):
 SendStatus = Literal["accepted", "ok", "timeout", "error"]
 
 
-class SendResult(_View, frozen=True):
+class SendResult(View, frozen=True):
     """The outcome of a message to another session. `ok` says nothing about what was posted in its chat."""
 
     run_id: str
@@ -481,7 +484,7 @@ class SendResult(_View, frozen=True):
     reply_back: ReplyBackState | None = None
 
 
-class SpawnResult(_View, omit_defaults=False, frozen=True, kw_only=True):
+class SpawnResult(View, omit_defaults=False, frozen=True, kw_only=True):
     status: Literal["accepted"] = "accepted"
     run_id: str
     child_session_key: str
@@ -489,7 +492,7 @@ class SpawnResult(_View, omit_defaults=False, frozen=True, kw_only=True):
     attachments: AttachmentReceipt | msgspec.UnsetType | None = msgspec.UNSET
 
 
-class TaskView(_View, frozen=True, kw_only=True):
+class TaskView(View, frozen=True, kw_only=True):
     """A task given to a sub-agent; long texts are cut. `announced` is the outcome of the report."""
 
     run_id: str
@@ -522,7 +525,7 @@ class KillResult(msgspec.Struct, frozen=True, kw_only=True):
     finished: str | None = None
 
 
-class ApprovalView(_View, frozen=True, kw_only=True):
+class ApprovalView(View, frozen=True, kw_only=True):
     """A tool call that waits, or waited, for a person's decision."""
 
     id: str
@@ -570,7 +573,7 @@ def build_approval_view(event: ApprovalChanged) -> ApprovalView:
     )
 
 
-class GrantView(_View, frozen=True, kw_only=True):
+class GrantView(View, frozen=True, kw_only=True):
     """A call that is always allowed."""
 
     id: str
@@ -581,7 +584,7 @@ class GrantView(_View, frozen=True, kw_only=True):
     created_at: int
 
 
-class DeliveryView(_View, frozen=True, kw_only=True):
+class DeliveryView(View, frozen=True, kw_only=True):
     """A message on its way to people."""
 
     key: str
@@ -599,16 +602,16 @@ class DeliveryView(_View, frozen=True, kw_only=True):
     settled_at: int | None = None
 
 
-class DeliveryPage(_View, frozen=True):
-    """Deliveries, newest first. `standing` counts all of them by state; `capped`: more may have been delivered."""
+class DeliveryPage(View, frozen=True):
+    """Deliveries, newest first. `count_by_state` covers all of them; `capped`: more may have been delivered."""
 
     deliveries: list[DeliveryView]
-    standing: dict[str, int]
+    count_by_state: dict[str, int] = msgspec.field(name="standing")
     capped: bool = False
     next_cursor: str | None = None
 
 
-class ExchangeView(_View, frozen=True, kw_only=True):
+class ExchangeView(View, frozen=True, kw_only=True):
     """One message from a session to another, and its progress. Long texts are cut; expired ones are gone.
 
     `announced` is the outcome of the announcement. Without a requester, an operator sent it.
@@ -630,14 +633,14 @@ class ExchangeView(_View, frozen=True, kw_only=True):
     settled_at: int | None = None
 
 
-class ExchangePage(_View, frozen=True):
+class ExchangePage(View, frozen=True):
     """Exchanges, newest first."""
 
     exchanges: list[ExchangeView]
     next_cursor: str | None = None
 
 
-class ExchangeStep(_View, frozen=True, kw_only=True):
+class ExchangeStep(View, frozen=True, kw_only=True):
     """One answer within an exchange. `turn` is 0 for the first one, and absent for the announcement."""
 
     run_id: str
@@ -649,14 +652,14 @@ class ExchangeStep(_View, frozen=True, kw_only=True):
     at: int
 
 
-class ExchangeDetail(_View, frozen=True, kw_only=True):
+class ExchangeDetail(View, frozen=True, kw_only=True):
     """An exchange with its full texts and every answer in it that is still stored."""
 
     exchange: ExchangeView
     steps: list[ExchangeStep]
 
 
-class SearchHit(_View, frozen=True):
+class SearchHit(View, frozen=True):
     """An entry that was found. `score` is its recency: 1 is now, 1/2 a day ago, 1/8 a week ago."""
 
     session_key: str
@@ -669,7 +672,7 @@ class SearchHit(_View, frozen=True):
     score: float
 
 
-class SearchPage(_View, frozen=True):
+class SearchPage(View, frozen=True):
     """Hits, newest first. `indexing`: the latest messages are not all searchable yet; `truncated`: more may exist."""
 
     results: list[SearchHit]

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 BOOTSTRAP_FILE_NAMES = ("AGENTS.md", "SOUL.md", "USER.md", "IDENTITY.md", "TOOLS.md")
 MAIN_SESSION_FILE_NAMES = (*BOOTSTRAP_FILE_NAMES, "MEMORY.md")
 SUBAGENT_FILE_NAMES = ("AGENTS.md", "TOOLS.md")
-MAX_FILE_BYTES = 4 * 1024 * 1024
-HEADING = "# Files of your workspace"
+MAX_BOOTSTRAP_FILE_BYTES = 4 * 1024 * 1024
+WORKSPACE_FILES_HEADING = "# Files of your workspace"
 
 
 class _FileVersion(NamedTuple):
@@ -74,7 +74,7 @@ def format_files(texts: Sequence[tuple[str, str]], max_characters: int, max_tota
     """Return the files under their names, each and all of them within their limits; what is cut says so."""
     if not texts:
         return ""
-    parts = [HEADING]
+    parts = [WORKSPACE_FILES_HEADING]
     left = max_total_characters
     for name, text in texts:
         content = text.strip()
@@ -108,7 +108,11 @@ def _read_texts(workspace: Path, files: Sequence[_FileVersion]) -> Sequence[tupl
 def _read_text(workspace: Path, name: str) -> str:
     try:
         with WorkspaceDirectory(workspace) as directory:
-            return directory.read_file(name, MAX_FILE_BYTES).data.decode(errors="replace").replace("\0", "")
+            return (
+                directory.read_file(name, MAX_BOOTSTRAP_FILE_BYTES)
+                .data.decode(errors="replace")
+                .replace("\0", "")
+            )
     except AntiphonError as error:
         return f"[{name} could not be read. {error.what}]"
     except OSError as error:

@@ -31,7 +31,7 @@ from antiphon.errors import AntiphonError, Forbidden, InvalidInput, NotFound, St
 MAX_PATH_BYTES = 4096
 LOCK_TIMEOUT_SECONDS = 10.0
 LOCK_RETRY_SECONDS = 0.005
-MAX_OPEN_ATTEMPTS = 64  # the kernel asks for a retry while a directory on the way is being renamed
+MAX_OPEN_ATTEMPTS = 64  # the kernel asks for a retry while a directory on the path is being renamed
 TEMPORARY_FILE_PREFIX = ".antiphon-"
 
 _OPENAT2_SYSCALL = 437  # the same on every architecture
@@ -193,7 +193,7 @@ class WorkspaceDirectory:
 
         Raises:
             InvalidInput: the path is empty, too long or has a NUL character.
-            Forbidden: the path leads outside by itself.
+            Forbidden: the path escapes the workspace without following a link.
         """
         if not path or "\0" in path or len(os.fsencode(path)) > MAX_PATH_BYTES:
             raise InvalidInput(

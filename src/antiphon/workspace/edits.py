@@ -16,7 +16,7 @@ import msgspec
 
 from antiphon.errors import InvalidInput, TooLarge
 
-MAX_LINES_SHOWN = 3  # of the passages most similar to a text that was not found
+MAX_SIMILAR_LINES_SHOWN = 3  # of the passages most similar to a text that was not found
 MAX_LINES_COMPARED = 5000
 MAX_COMPARED_CHARACTERS = 200  # of a line
 MIN_SIMILARITY = 0.6
@@ -84,7 +84,7 @@ def _describe_similar_lines(content: str, old: str) -> str:
         line = match[0][:MAX_COMPARED_CHARACTERS].strip()
         if line not in scored:
             scored[line] = _measure_similarity(wanted, _list_bigrams(line)), -number
-    close = heapq.nlargest(MAX_LINES_SHOWN, scored, key=scored.__getitem__)
+    close = heapq.nlargest(MAX_SIMILAR_LINES_SHOWN, scored, key=scored.__getitem__)
     shown = [f"{-scored[line][1]}: {line[:120]!r}" for line in close if scored[line][0] >= MIN_SIMILARITY]
     return f" The most similar lines are {'; '.join(shown)}." if shown else ""
 

@@ -1,7 +1,8 @@
 """A seccomp filter for sandboxed commands, as a BPF program.
 
 It refuses what a command line tool never needs and what has led out of containers before: kernel keys, BPF, io_uring,
-userfaultfd, tracing other processes, mounts, new namespaces, exotic socket families, and typing into a terminal.
+userfaultfd, tracing other processes, mounts, new namespaces, unusual socket families, and TIOCSTI, which types
+into a terminal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pages of the public web for agents: a guarded client, and pages as text.
+"""Public web pages for agents: a guarded client, and pages as text.
 
 The address comes from a model, so it may point anywhere. Each name is resolved once, every address it has must be
 public, and the connection is made to that very address; a redirect is checked like a new request. What is read is
@@ -120,7 +120,7 @@ class WebClient:
         """Return a page.
 
         Raises:
-            InvalidInput: it is not an address of the web.
+            InvalidInput: it is not a web URL.
             Forbidden: it, or a redirect from it, leads to an address that is not public.
             Unavailable: the server could not be reached, or did not answer in time.
         """
@@ -176,7 +176,7 @@ class WebClient:
                 return FetchedPage(url=url, status=response.status_code, content_type="", body=b""), location
             if response.headers.get("content-encoding", "identity").lower() != "identity":
                 raise Unavailable(
-                    f"{url[:200]!r} was answered in an encoding that was not asked for.", "Use another page."
+                    f"{url[:200]!r} was answered in an unsupported content encoding.", "Use another page."
                 )
             body, is_truncated = await self._read_body(response)
             content_type = response.headers.get("content-type", "")
@@ -197,7 +197,7 @@ class WebClient:
         return bytes(body), False
 
     async def _choose_address(self, host: str, port: int) -> str:
-        """Return an address of the host. All of them must be public, or a later look-up could change the answer."""
+        """Return an address of the host. All must be public: a later lookup could return another one."""
         addresses = await self._resolve(host, port)
         if not addresses:
             raise Unavailable(f"The host {host!r} has no address.", "Check the address.")
@@ -228,7 +228,7 @@ def _split_url(url: str) -> tuple[str, int, str]:
 
 def _build_address_error(url: str) -> InvalidInput:
     return InvalidInput(
-        f"{url[:200]!r} is not an address of the web.", "Use http:// or https:// and a host.", field="url"
+        f"{url[:200]!r} is not a web URL.", "Use http:// or https:// and a host.", field="url"
     )
 
 

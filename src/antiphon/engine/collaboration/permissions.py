@@ -2,7 +2,7 @@
 
 Permissions come from the configuration, which may change at any time; the stored maximum (the `envelope` of the
 session's row) only restricts them. A sub-agent session that was not spawned here (it was imported, or an operator wrote
-to such a key) has no envelope and is treated as a leaf.
+to such a key) has no stored permissions and is treated as a leaf.
 """
 
 from __future__ import annotations

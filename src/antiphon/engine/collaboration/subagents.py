@@ -45,7 +45,7 @@ class ValidatedSpawn(msgspec.Struct, frozen=True, kw_only=True):
     deadline_at: int | None
     instructions: str
     sandboxed: bool
-    envelope: SubagentPermissions
+    permissions: SubagentPermissions
     options: TaskOptions
     destination: Destination
     link: ChainLink
@@ -84,9 +84,9 @@ async def _create_child(tx: Tx, spawn: ValidatedSpawn, now: int) -> Row:
     child = NewSession(
         label=spawn.label,
         parent=spawn.requester["id"],
-        role="orchestrator" if spawn.envelope.depth > 0 else "leaf",
+        role="orchestrator" if spawn.permissions.depth > 0 else "leaf",
         sandboxed=spawn.sandboxed,
-        envelope=spawn.envelope.json_text,
+        envelope=spawn.permissions.json_text,
         model=spawn.model,
         thinking=spawn.thinking,
         reason="spawned",

@@ -183,7 +183,7 @@ def _collect_store_metrics(status: SystemStatus) -> Iterable[Metric]:
         "antiphon_store_runs", "Runs that have not ended; at most 10,000 are counted.", runs, "state"
     )
     description = "Waiting time of the oldest run that could start if a replica took it."
-    yield _build_gauge("antiphon_store_idle_seconds", description, status.idle_seconds)
+    yield _build_gauge("antiphon_store_idle_seconds", description, status.oldest_unclaimed_run_seconds)
     deliveries = {"pending": status.pending, "ambiguous": status.ambiguous, "dead": status.dead}
     yield _build_gauge(
         "antiphon_store_deliveries", "Deliveries that have not reached people.", deliveries, "state"

@@ -48,7 +48,7 @@ async def get_status(call: MethodCall, params: HealthParams) -> dict[str, Any]:
         "runs": {"queued": summary.queued, "running": summary.running},
         "sessions": {"count": summary.sessions, "path": call.gateway.database_path},
         "cron": await call.gateway.app.operations.jobs.get_status(call.caller),
-        "deliveries": (await call.operations.deliveries.list(call.caller, limit=1)).standing,
+        "deliveries": (await call.operations.deliveries.list(call.caller, limit=1)).count_by_state,
         "replicas": await call.operations.status.list_replicas(call.caller),
         "channelSummary": [],
         "queuedSystemEvents": [],
