@@ -464,7 +464,7 @@ async def test_a_decision_is_void_when_the_call_reads_otherwise(tmp_path: Path) 
 
 @pytest.mark.requirement("T7")
 @pytest.mark.parametrize("call_id", [random.Random(1).randbytes(4000).hex(), "a\0b", "a\ud800", "é", "a b"])
-async def test_a_call_waits_whatever_its_provider_names_it(tmp_path: Path, call_id: str) -> None:
+async def test_a_call_waits_under_any_name_its_provider_gives_it(tmp_path: Path, call_id: str) -> None:
     payer = Payer()
 
     async def call_once(prompt: Prompt) -> AssistantMessage:
