@@ -290,6 +290,10 @@ WORK: dict[str, tuple[Part, str]] = {
         "tools",
         "What a command writes, the file tools read, and the reverse; what one is refused, so is the other.",
     ),
+    "AT12": (
+        "tools",
+        "No secret of the gateway's environment, configuration or arguments is found in a sandbox.",
+    ),
     "AT11": ("tools", "However links are swapped, no byte outside the workspace is read or written."),
     "AT15": (
         "tools",

@@ -152,6 +152,7 @@ def test_files_outside_the_workspace_are_not_there(run: Run, place: Path, name: 
     assert done.stdout == ""
 
 
+@pytest.mark.requirement("AT12")
 def test_no_secret_of_the_gateway_is_inside(run: Run) -> None:
     script = "env; for f in /proc/[0-9]*/environ /proc/[0-9]*/cmdline; do tr '\\0' '\\n' < $f; done"
     done = run(script, env={"GIVEN": "given"})

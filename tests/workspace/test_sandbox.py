@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,13 +14,13 @@ from antiphon.engine.sessions import session_rows
 from antiphon.engine.sessions.session_rows import NewSession
 from antiphon.errors import AntiphonError, Forbidden, NotFound, SandboxUnavailable
 from antiphon.store import Tx
-from antiphon.workspace import keeper, sandbox_backend
+from antiphon.workspace import sandbox_backend
 from antiphon.workspace.files import TextPage, WorkspaceFiles
 from antiphon.workspace.locations import SessionWorkspaceLocator
 from antiphon.workspace.sandbox import Sandboxes
-from antiphon.workspace.sandbox_backend import SandboxedCommand
 from support.agents_fixture import make_agents_config
 from support.app_fixture import open_test_store
+from support.sandboxes import CHILD, GROUP, MAIN, OTHER_GROUP, make_sandboxes, run, run_command
 
 pytestmark = [
     pytest.mark.anyio,
@@ -32,42 +29,6 @@ pytestmark = [
         reason="bwrap is not installed (apt-get install bubblewrap)",
     ),
 ]
-
-MAIN = Caller.agent("main", "agent:main:main")
-GROUP = Caller.agent("main", "agent:main:discord:group:1", sandboxed=True)
-OTHER_GROUP = Caller.agent("main", "agent:main:discord:group:2", sandboxed=True)
-CHILD = Caller.agent("main", "agent:main:subagent:6f0c", sandboxed=True)
-BOUND_SECONDS = 30
-
-
-def make_sandboxes(state: Path, **settings: Any) -> Sandboxes:
-    config = make_agents_config(agents={"defaults": {"sandbox": settings}})
-    return Sandboxes(config, state)
-
-
-def run_command(command: SandboxedCommand) -> subprocess.CompletedProcess[str]:
-    files = {name: keeper.open_memory_file(data) for name, data in command.files.items()}
-    try:
-        return subprocess.run(
-            [str(files.get(argument, argument)) for argument in command.argv],
-            pass_fds=list(files.values()),
-            env=dict(command.env),
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=BOUND_SECONDS,
-            check=False,
-        )
-    finally:
-        for fd in files.values():
-            os.close(fd)
-
-
-async def run(sandboxes: Sandboxes, caller: Caller, script: str, workdir: str | None = None) -> str:
-    command = await sandboxes.wrap(caller, ["/bin/sh", "-c", script], workdir=workdir, env={})
-    done = await asyncio.to_thread(run_command, command)
-    return done.stdout + done.stderr
 
 
 async def test_a_session_outside_of_a_sandbox_works_in_its_agents_workspace(tmp_path: Path) -> None:

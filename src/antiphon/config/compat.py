@@ -21,7 +21,7 @@ ToolNames = Annotated[tuple[str, ...], Strict(False), AfterValidator(expand_tool
 """A list of tool names in lower case, with aliases replaced and groups expanded."""
 
 
-_SANDBOX_KEYS = "browser docker fallback network perSession prune ssh"
+_SANDBOX_KEYS = "browser docker network perSession prune ssh"
 _TOOL_KEYS = "codeMode elevated exec loopDetection message swarm toolsBySender"
 _ENDPOINT_KEYS = "files images maxBodyBytes maxImageParts maxTotalImageBytes maxUrlParts"
 _AGENT_KEYS = (

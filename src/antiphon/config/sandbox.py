@@ -6,7 +6,7 @@ from pydantic import Field
 
 from antiphon.config.base import Section, Strings, Text
 
-SandboxBackendName = Literal["bwrap"]
+SandboxBackendName = Literal["bwrap", "landlock"]
 WorkspaceAccess = Literal["none", "ro", "rw"]
 SandboxScope = Literal["session", "agent", "shared"]
 
@@ -28,6 +28,9 @@ class SandboxConfig(Section):
         description="Where sandboxed sessions have their directories, instead of the state directory.",
     )
     backend: SandboxBackendName = "bwrap"
+    fallback: Literal["landlock"] | None = Field(
+        default=None, description="A weaker backend that may be used where bwrap does not work."
+    )
     user: Annotated[int, Field(ge=1, lt=2**32 - 1)] = Field(
         default=DEFAULT_SANDBOX_USER_ID, description="User id of commands, if the gateway runs as root."
     )

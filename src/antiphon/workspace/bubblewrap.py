@@ -19,6 +19,7 @@ from antiphon.workspace.sandbox_backend import (
     ARGUMENTS_PLACEHOLDER,
     COMMAND_ENVIRONMENT,
     FILTER_PLACEHOLDER,
+    READABLE_SYSTEM_FILES,
     ResourceLimits,
     SandboxedCommand,
     SandboxFault,
@@ -29,13 +30,6 @@ SANDBOX_UID = 1000  # inside a user namespace; without one, the configured user 
 _INIT_NAMES = ("bwrap",)
 
 _SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-_READABLE_SYSTEM_FILES = (
-    "/etc/ld.so.cache",
-    "/etc/alternatives",
-    "/etc/ssl/certs",
-    "/etc/localtime",
-    "/etc/magic",
-)
 
 
 class Bubblewrap:
@@ -136,7 +130,7 @@ def _build_system() -> list[str]:
         elif path.is_dir():
             options += ["--ro-bind", str(path), str(path)]
     options += ["--perms", "0755", "--dir", "/etc"]
-    for path in _READABLE_SYSTEM_FILES:
+    for path in READABLE_SYSTEM_FILES:
         options += ["--ro-bind-try", path, path]
     return [*options, "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
 

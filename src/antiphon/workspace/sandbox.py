@@ -10,8 +10,10 @@ import asyncio
 import os
 import posixpath
 import subprocess
+import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,6 @@ from antiphon.errors import Forbidden, NotFound, SandboxUnavailable
 from antiphon.workspace import keeper
 from antiphon.workspace.directory import WorkspaceDirectory
 from antiphon.workspace.locations import (
-    SANDBOXES_DIRECTORY_NAME,
     TEMPORARY_DIRECTORY_NAME,
     TEMPORARY_MOUNT,
     WORKSPACE_DIRECTORY_NAME,
@@ -53,7 +54,6 @@ __all__ = ["SandboxBackend", "SandboxStatus", "SandboxedCommand", "Sandboxes"]
 
 ATTESTATION_TIMEOUT_SECONDS = 30.0
 MAX_ATTESTED_VIEWS = 4096
-CANARY_NAME, PROBE_DIRECTORY_NAME = "_canary", "_probe"
 
 # The directory could be replaced by a link between the moment it is opened and the moment it is mounted.
 _CHECKED_START = """
@@ -168,7 +168,7 @@ class Sandboxes:
         for name in _list_backend_names(agent.sandbox):
             try:
                 backend = await asyncio.to_thread(self._create_backend, name, agent)
-                await self._attest(backend, *await asyncio.to_thread(self._prepare_probe, agent))
+                await self._probe_backend(backend, agent)
             except BackendFailed as error:
                 faults.append((name, error.fault))
             except OSError as error:
@@ -179,7 +179,17 @@ class Sandboxes:
                 return _Selected(backend, SandboxStatus(backend=name, faults=faults))
         return _Selected(None, SandboxStatus(backend=None, faults=faults))
 
+    async def _probe_backend(self, backend: SandboxBackend, agent: AgentConfig) -> None:
+        with self._make_probe_mounts() as mounts:
+            workspace = SessionWorkspace(tuple(mounts))
+            numbers = await asyncio.to_thread(self._prepare_directories, agent, workspace, WORKSPACE_MOUNT)
+            await self._attest(backend, mounts, numbers)
+
     def _create_backend(self, name: SandboxBackendName, agent: AgentConfig) -> SandboxBackend:
+        if name == "landlock":
+            from antiphon.workspace.landlock import Landlock  # noqa: PLC0415 - only where it is chosen
+
+            return Landlock(user=agent.sandbox.user)
         from antiphon.workspace.bubblewrap import Bubblewrap  # noqa: PLC0415 - not needed by most commands
 
         program = find_program("bwrap", [self._state_dir])
@@ -192,13 +202,15 @@ class Sandboxes:
 
     # --- what it shows ---
 
-    def _prepare_probe(self, agent: AgentConfig) -> tuple[list[Mount], dict[str, str]]:
-        base = self._state_dir / SANDBOXES_DIRECTORY_NAME / PROBE_DIRECTORY_NAME
-        mounts = [
-            Mount(WORKSPACE_MOUNT, base / WORKSPACE_DIRECTORY_NAME),
-            Mount(TEMPORARY_MOUNT, base / TEMPORARY_DIRECTORY_NAME),
-        ]
-        return mounts, self._prepare_directories(agent, SessionWorkspace(tuple(mounts)), WORKSPACE_MOUNT)
+    @contextmanager
+    def _make_probe_mounts(self) -> Generator[list[Mount]]:
+        """Provide directories to examine a backend with, which leave no trace."""
+        with tempfile.TemporaryDirectory(prefix="antiphon-sandbox-") as base:
+            Path(base).chmod(0o711)  # the user of the commands enters it
+            yield [
+                Mount(WORKSPACE_MOUNT, Path(base, WORKSPACE_DIRECTORY_NAME)),
+                Mount(TEMPORARY_MOUNT, Path(base, TEMPORARY_DIRECTORY_NAME)),
+            ]
 
     def _prepare_directories(
         self, agent: AgentConfig, workspace: SessionWorkspace, cwd: str
@@ -217,12 +229,14 @@ class Sandboxes:
                     "Create it.",
                     field="binds",
                 )
+            if os.geteuid() == 0 and mount.writable and mount.target not in bound:
+                for below in {"", mount.below}:
+                    with WorkspaceDirectory(mount.root, below=below) as directory:
+                        directory.give_to(agent.sandbox.user)
             with WorkspaceDirectory(mount.root, below=mount.below, aliases=(mount.target,)) as directory:
                 numbers[mount.target] = directory.get_number()
                 if mount is workspace.workspace and workspace.start:
                     directory.make_directory(workspace.start)
-                if os.geteuid() == 0 and mount.writable and mount.target not in bound:
-                    directory.give_to(agent.sandbox.user)
                 if posixpath.commonpath((cwd, mount.target)) == mount.target:
                     directory.require_directory(cwd)
         return numbers
@@ -242,7 +256,7 @@ class Sandboxes:
             self._attested.move_to_end(view)
             return
         await backend.prepare(mounts)
-        canary = await asyncio.to_thread(self._write_canary)
+        canary = await asyncio.to_thread(self._find_canary)
         environment = {CANARY_VARIABLE: str(canary), MOUNTS_VARIABLE: " ".join(numbers)}
         wrapped = backend.wrap(
             ["/bin/sh", "-c", ATTESTATION_SCRIPT], mounts, cwd=WORKSPACE_MOUNT, env=environment
@@ -256,22 +270,23 @@ class Sandboxes:
         if len(self._attested) > MAX_ATTESTED_VIEWS:
             self._attested.popitem(last=False)
 
-    def _write_canary(self) -> Path:
-        """Provide a file of the state directory that no sandbox may read."""
-        canary = self._state_dir / SANDBOXES_DIRECTORY_NAME / CANARY_NAME
-        if not canary.exists():
-            canary.write_text("A sandbox that can read this file does not isolate.\n")
-        return canary
+    def _find_canary(self) -> Path:
+        """Return a file of the state directory, which no sandbox may open."""
+        self._state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return next((path for path in sorted(self._state_dir.iterdir()) if path.is_file()), self._state_dir)
 
 
 def _get_backend_key(settings: SandboxConfig) -> str:
     """Return what the choice of a backend depends on."""
-    return repr((settings.backend, settings.user))
+    return repr((settings.backend, settings.fallback, settings.user))
 
 
 def _list_backend_names(settings: SandboxConfig) -> list[SandboxBackendName]:
     """Return the backends to try, the preferred one first."""
-    return [settings.backend]
+    names: list[SandboxBackendName] = [settings.backend]
+    if settings.fallback is not None and settings.fallback not in names:
+        names.append(settings.fallback)
+    return names
 
 
 def _resolve_workdir(workspace: SessionWorkspace, workdir: str | None) -> str:

@@ -23,6 +23,13 @@ from antiphon.workspace.locations import (
 
 ARGUMENTS_PLACEHOLDER, FILTER_PLACEHOLDER = "{arguments}", "{filter}"
 PROGRAM_DIRECTORIES = ("/usr/bin", "/bin", "/usr/sbin", "/sbin", "/usr/local/bin")
+READABLE_SYSTEM_FILES = (
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+    "/etc/ssl/certs",
+    "/etc/localtime",
+    "/etc/magic",
+)
 OWN_MOUNTS = (WORKSPACE_MOUNT, AGENT_WORKSPACE_MOUNT, TEMPORARY_MOUNT)
 MOUNTS_VARIABLE, CANARY_VARIABLE = "MOUNTS", "CANARY"
 
@@ -176,7 +183,7 @@ done < /proc/self/status
 read -r inside outside count < /proc/self/uid_map; echo "map: $inside $outside $count"
 read -r name < /proc/1/comm; echo "init: $name"
 routes=0; while read -r line; do routes=$((routes + 1)); done < /proc/net/route; echo "routes: $routes"
-if [ -r "$CANARY" ]; then echo "canary: readable"; else echo "canary: hidden"; fi
+if { true < "$CANARY"; } 2>/dev/null; then echo "canary: readable"; else echo "canary: hidden"; fi
 for mount in $MOUNTS; do echo "mount $mount: $(stat -c %d:%i "$mount" 2>&1)"; done
 if [ -w /proc/sys/kernel/core_pattern ]; then echo "sysctl: writable"; else echo "sysctl: read-only"; fi
 """

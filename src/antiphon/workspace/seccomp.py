@@ -19,7 +19,7 @@ _NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _ARGUMENTS_OFFSET = 0, 4, 16
 _X32_BIT = 0x40000000  # numbers of the x32 interface, which would pass the comparisons
 _NAMESPACE_FLAGS = 0x7E020080  # CLONE_NEW*
 _TYPE_INTO_TERMINAL, _TERMINAL_CONTROL = 0x5412, 0x541C  # TIOCSTI, TIOCLINUX
-_ALLOWED_SOCKET_FAMILIES = (1, 2, 10)  # unix, inet, inet6
+ALLOWED_SOCKET_FAMILIES = (1, 2, 10)  # unix, inet, inet6
 
 
 class _Architecture(NamedTuple):
@@ -31,6 +31,7 @@ class _Architecture(NamedTuple):
     unshare: int
     ioctl: int
     socket: int
+    connect: int
     has_x32: bool
 
 
@@ -73,6 +74,7 @@ _ARCHITECTURES = {
         unshare=272,
         ioctl=16,
         socket=41,
+        connect=42,
         has_x32=True,
     ),
     "aarch64": _Architecture(
@@ -86,12 +88,15 @@ _ARCHITECTURES = {
         unshare=97,
         ioctl=29,
         socket=198,
+        connect=203,
         has_x32=False,
     ),
 }
 
 
-def build_filter(machine: str | None = None) -> bytes | None:
+def build_filter(
+    machine: str | None = None, *, socket_families: Sequence[int] = ALLOWED_SOCKET_FAMILIES
+) -> bytes | None:
     """Return the filter for this machine, or None if its system calls are not known here."""
     known = _ARCHITECTURES.get(machine or platform.machine())
     if known is None:
@@ -118,11 +123,11 @@ def build_filter(machine: str | None = None) -> bytes | None:
     ]
     program += _when_equal(known.ioctl, [_load(_ARGUMENTS_OFFSET + 8), *requests, _return(_ALLOW)])
     families = [
-        instruction
-        for family in _ALLOWED_SOCKET_FAMILIES
-        for instruction in _when_equal(family, [_return(_ALLOW)])
+        instruction for family in socket_families for instruction in _when_equal(family, [_return(_ALLOW)])
     ]
     program += _when_equal(known.socket, [_load(_ARGUMENTS_OFFSET), *families, _refuse(errno.EAFNOSUPPORT)])
+    if not socket_families:  # a pair of sockets can be made, but not connected to anything else
+        program += _when_equal(known.connect, [_refuse(errno.EACCES)])
     return b"".join([*program, _return(_ALLOW)])
 
 

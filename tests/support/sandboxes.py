@@ -1,0 +1,58 @@
+"""Sandboxes of a state directory, and commands that are run in them as the keeper would."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from antiphon.access import Caller
+from antiphon.workspace import keeper
+from antiphon.workspace.sandbox import Sandboxes
+from antiphon.workspace.sandbox_backend import SandboxedCommand
+from support.agents_fixture import make_agents_config
+
+MAIN = Caller.agent("main", "agent:main:main")
+GROUP = Caller.agent("main", "agent:main:discord:group:1", sandboxed=True)
+OTHER_GROUP = Caller.agent("main", "agent:main:discord:group:2", sandboxed=True)
+CHILD = Caller.agent("main", "agent:main:subagent:6f0c", sandboxed=True)
+BOUND_SECONDS = 30
+
+
+def make_sandboxes(state: Path, **settings: Any) -> Sandboxes:
+    config = make_agents_config(agents={"defaults": {"sandbox": settings}})
+    return Sandboxes(config, state)
+
+
+def run_command(command: SandboxedCommand) -> subprocess.CompletedProcess[str]:
+    files = {name: keeper.open_memory_file(data) for name, data in command.files.items()}
+    try:
+        return subprocess.run(
+            [str(files.get(argument, argument)) for argument in command.argv],
+            pass_fds=list(files.values()),
+            env=dict(command.env),
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=BOUND_SECONDS,
+            check=False,
+        )
+    finally:
+        for fd in files.values():
+            os.close(fd)
+
+
+async def run(sandboxes: Sandboxes, caller: Caller, script: str, workdir: str | None = None) -> str:
+    command = await sandboxes.wrap(caller, ["/bin/sh", "-c", script], workdir=workdir, env={})
+    done = await asyncio.to_thread(run_command, command)
+    return done.stdout + done.stderr
+
+
+def open_way_to(directory: Path) -> None:
+    """Let other users enter a temporary directory, as the directories of a test run usually do not."""
+    for parent in (directory, *directory.parents):
+        if parent.stat().st_uid == os.geteuid() and not parent.stat().st_mode & 0o001 and parent != Path("/"):
+            parent.chmod(parent.stat().st_mode | 0o011)
