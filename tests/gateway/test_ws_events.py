@@ -388,6 +388,7 @@ async def test_what_happens_to_sessions_is_told_with_their_row(gateway: GatewayF
         await client.call("sessions.delete", key=OTHER)
         deleted = await client.event("sessions.changed", reason="delete")
         assert deleted["sessionKey"] == OTHER
+        assert deleted["sessionId"] == reset["sessionId"], "clients ignore the end of an unnamed conversation"
         assert "key" not in deleted
 
 

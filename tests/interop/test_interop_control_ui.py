@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import pytest
 
-from support.interop_processes import BOUND, CHROMIUM, Gateway, Openclaw, start_gateway
+from support.interop_processes import BOUND, CHROMIUM, Gateway, Openclaw
 
 pytestmark = pytest.mark.requirement("W6")
 
@@ -99,25 +99,6 @@ def test_the_control_ui_stops_an_answer(gateway: Gateway, control_ui: str, tmp_p
         expect(page.get_by_label("Stop generating")).to_have_count(0)
 
 
-PAYMENTS = """
-import antiphon
-
-@antiphon.tool(ask=True)
-def pay(amount: int) -> str:
-    "Pays an amount."
-    return f"{amount} paid"
-
-tools = [pay]
-"""
-
-
-@pytest.fixture
-def payments(tmp_path: Path, control_ui: str) -> Generator[Gateway]:
-    """A gateway with a tool whose calls wait for a person."""
-    with start_gateway(tmp_path / "payments", [control_ui], python_tools=PAYMENTS) as gateway:
-        yield gateway
-
-
 @pytest.mark.requirement("T7")
 def test_the_control_ui_decides_on_calls_that_wait(
     payments: Gateway, openclaw: Openclaw, control_ui: str, tmp_path: Path
@@ -155,3 +136,24 @@ def test_the_control_ui_decides_on_calls_that_wait(
         assert openclaw.call(payments, "exec.approval.resolve", decided).json["ok"] is True
         expect(page.locator(ANSWERS).last).to_contain_text("8 paid")
         expect(question).to_have_count(0)
+
+
+def test_the_control_ui_follows_the_sessions_of_others(
+    gateway: Gateway, openclaw: Openclaw, control_ui: str, tmp_path: Path
+) -> None:
+    key = "agent:main:dashboard:followed"
+    with browsing(control_ui, gateway, tmp_path / "sessions.png") as page:
+        expect(page.get_by_label("Chat composer")).to_be_editable()
+        sessions = page.get_by_role("link")
+        openclaw.call(gateway, "sessions.create", {"key": key, "label": "Made elsewhere"})
+        expect(sessions.filter(has_text="Made elsewhere")).to_have_count(1)
+        openclaw.call(gateway, "sessions.patch", {"key": key, "label": "Renamed elsewhere"})
+        expect(sessions.filter(has_text="Renamed elsewhere")).to_have_count(1)
+        expect(sessions.filter(has_text="Made elsewhere")).to_have_count(0)
+        sessions.filter(has_text="Renamed elsewhere").click()
+        asked = {"message": "say from afar", "sessionKey": key, "idempotencyKey": "followed-1"}
+        openclaw.call(gateway, "agent", asked, "--expect-final")
+        expect(page.locator(USERS)).to_have_text(["say from afar"])
+        expect(page.locator(ANSWERS)).to_have_text(["from afar"])
+        openclaw.call(gateway, "sessions.delete", {"key": key})
+        expect(sessions.filter(has_text="Renamed elsewhere")).to_have_count(0)

@@ -13,9 +13,11 @@ import termios
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
+from interop.wire import wired
 from support.interop_processes import BOUND, NODE, OPENCLAW, Gateway, Openclaw, start_process
 
 pytestmark = pytest.mark.requirement("W6")
@@ -104,6 +106,26 @@ def test_the_tui_shows_what_was_said_before(gateway: Gateway, openclaw: Openclaw
     assert openclaw.call(gateway, "agent", asked, "--expect-final").json["status"] == "ok"
     with tui(gateway, openclaw, key) as screen:
         screen.expect(r"\n\s*the day before")
+        screen.expect(IDLE)
+        screen.type("/exit")
+        assert screen.ended() == 0
+
+
+@pytest.mark.requirement("T7")
+def test_the_tui_decides_on_a_call_that_waits(payments: Gateway, openclaw: Openclaw) -> None:
+    with tui(payments, openclaw, "agent:main:main") as screen:
+        screen.expect(IDLE)
+        screen.type('call pay {"amount": 5}')
+        screen.expect(r"call pay \{")
+        # The TUI shows no such question, but sends commands that it does not know.
+        requested = "exec.approval.requested"
+        with wired(payments) as (wire, _):
+            listed: Any = wire.call("exec.approval.list", {})
+            if not listed and not wire.events(requested):
+                wire.until(lambda frame: frame.get("event") == requested)
+            [waiting, *_] = [*listed, *(frame["payload"] for frame in wire.events(requested))]
+        screen.type(f"/approve {waiting['id']} allow-once")
+        screen.expect("5 paid")
         screen.expect(IDLE)
         screen.type("/exit")
         assert screen.ended() == 0

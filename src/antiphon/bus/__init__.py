@@ -140,7 +140,8 @@ class StopRequested(_Event, tag="stop", frozen=True):
 class SessionChanged(_Event, tag="session", frozen=True):
     """A session changed in something other than its entries.
 
-    In a feed, `renewed` names the conversation that continues and the sequence number it continues after.
+    In a feed, `renewed` names the conversation that continues and the sequence number it continues after. To followers
+    of all sessions, `delete` names the conversation that the session had.
     """
 
     session_key: str

@@ -198,7 +198,8 @@ class Hub:
             case Delivered():
                 self._handle_delivery(event)
             case SessionChanged() if event.reason not in ("message", "renewed"):
-                self._record_change(event.session_key, {"reason": event.reason})
+                deleted = {} if event.session_id is None else {"sessionId": event.session_id}
+                self._record_change(event.session_key, {"reason": event.reason, **deleted})
             case _:
                 pass
 

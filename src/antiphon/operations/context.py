@@ -138,13 +138,14 @@ class OperationContext:
     def publish_change(self, row: Row, reason: str) -> None:
         """Notify subscribers of this session and subscribers of all sessions."""
         self.publish_to_session(row, reason)
-        self.publish_to_all_sessions(row["key"], reason)
+        self.publish_to_all_sessions(row["key"], reason, row["session_id"] if reason == "delete" else None)
 
     def publish_to_session(self, row: Row, reason: str) -> None:
         self.bus.publish(session_topic(row["id"]), SessionChanged(session_key=row["key"], reason=reason))
 
-    def publish_to_all_sessions(self, key: str, reason: str) -> None:
-        self.bus.publish(SESSION_CHANGES_TOPIC, SessionChanged(session_key=key, reason=reason))
+    def publish_to_all_sessions(self, key: str, reason: str, session_id: str | None = None) -> None:
+        event = SessionChanged(session_key=key, reason=reason, session_id=session_id)
+        self.bus.publish(SESSION_CHANGES_TOPIC, event)
 
     def publish_entry(self, row: Row, entry: Entry) -> None:
         event = MessageAppended(
