@@ -83,7 +83,7 @@ class SurrogateRepairer:
     """`repair_surrogates` for a text that arrives in pieces: half a pair is held until the next piece."""
 
     def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder(_UTF16_ENCODING)("replace")
+        self._decoder: codecs.IncrementalDecoder | None = None  # made when needed; most texts are ASCII
         self._holds_half = False
 
     def feed(self, piece: str, *, last: bool = False) -> str:
@@ -91,8 +91,10 @@ class SurrogateRepairer:
             return piece
         if piece or last:
             self._holds_half = not last and "\ud800" <= piece[-1] <= "\udbff"
+        self._decoder = self._decoder or codecs.getincrementaldecoder(_UTF16_ENCODING)("replace")
         return self._decoder.decode(piece.encode(_UTF16_ENCODING, "surrogatepass"), last)
 
     def reset(self) -> None:
         self._holds_half = False
-        self._decoder.reset()
+        if self._decoder is not None:
+            self._decoder.reset()

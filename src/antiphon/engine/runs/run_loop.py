@@ -244,6 +244,8 @@ class RunLoop:
 
         If it has too many calls, only those that are executed are kept, and one more that is refused.
         """
+        if not answer.tool_calls:
+            return answer
         content: list[TextBlock | ThinkingBlock | ToolCall] = []
         calls = 0
         for block in answer.content:
