@@ -7,7 +7,6 @@ import re
 import time
 from contextlib import suppress
 from importlib import resources
-from pathlib import Path
 from time import monotonic
 from typing import Any, cast
 
@@ -18,7 +17,6 @@ from antiphon.store import Tx, listing
 from antiphon.store.postgres import SharedClock
 from antiphon.store.postgres.connection import PgServer, pg
 from antiphon.store.queries import Queries, Query, translate_to_postgres
-from cluster.database import Postgres
 from cluster.stores import (
     altered,
     ask,
@@ -32,11 +30,6 @@ from cluster.stores import (
 )
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def server(postgres: Postgres, tmp_path: Path) -> PgServer:
-    return await postgres.database(tmp_path)
 
 
 NO_TABLE = Query("test.no_table", "SELECT 1 FROM nowhere")

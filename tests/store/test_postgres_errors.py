@@ -39,11 +39,6 @@ from cluster.stores import (
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-async def server(postgres: Postgres, tmp_path: Path) -> PgServer:
-    return await postgres.database(tmp_path)
-
-
 # --- errors ---
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from time import monotonic
 from typing import cast
 
@@ -31,11 +30,6 @@ from cluster.stores import (
 )
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def server(postgres: Postgres, tmp_path: Path) -> PgServer:
-    return await postgres.database(tmp_path)
 
 
 # --- commits of unknown outcome ---
