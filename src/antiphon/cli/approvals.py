@@ -60,7 +60,7 @@ def _print_approval(approval: ApprovalView) -> None:
     click.echo(f"{_output.bold(_output.clean_line(head))}  {_output.dim(since)}")
     for line in _output.clean_text(approval.text).split("\n"):
         click.echo(f"    {line}")
-    always = f", or allow it for good: {_output.PROGRAM_NAME} approvals allow {approval.id} --always"
+    always = f", or always allow it: {_output.PROGRAM_NAME} approvals allow {approval.id} --always"
     click.echo(
         _output.dim(
             f"  {_output.PROGRAM_NAME} approvals allow {approval.id} | {_output.PROGRAM_NAME} approvals deny "
@@ -95,7 +95,7 @@ def _resolve(settings: Settings, approval_id: str, decision: str) -> None:
     if settings.json:
         _output.print_json(approval)
         return
-    done = {"allow-once": "Allowed once", "allow-always": "Allowed for good", "deny": "Denied"}[decision]
+    done = {"allow-once": "Allowed once", "allow-always": "Always allowed", "deny": "Denied"}[decision]
     click.echo(_output.clean_line(f"{done}: {approval.tool} of {approval.agent_id}."))
 
 

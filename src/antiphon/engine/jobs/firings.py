@@ -131,7 +131,7 @@ async def _submit_run(tx: Tx, context: FiringContext, job: Job, run_id: str, now
         submission = _build_submission(context, job, session, run_id, now)
         if isinstance(job.spec.delivery, AnnounceDelivery):
             reply_target = await _resolve_reply_target(tx, context, job, job.spec.delivery, now)
-            submission = msgspec.structs.replace(submission, target=reply_target.json_text)
+            submission = msgspec.structs.replace(submission, reply_target_json=reply_target.json_text)
         return FiringResult(accepted=await run_queue.submit(tx, submission, now))
     except LaneFull:
         return FiringResult(reason=LANE_FULL_REASON)

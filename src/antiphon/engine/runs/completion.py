@@ -57,15 +57,15 @@ async def _deliver_outcome(tx: Tx, step: CompletedStep, now: int) -> Effects:
     answered: list[Row] = (
         await yields.pop_runs_answered_by(tx, step.run_id) if step.origin == WAKE_ORIGIN else []
     )
-    requests = [(step.run_id, step.exchange, step.target)]
+    requests = [(step.run_id, step.exchange, step.reply_target_json)]
     requests += [(run["id"], run["exchange"], run["target"]) for run in answered]
-    for requesting_run, exchange, target in requests:
+    for requesting_run, exchange, target_json in requests:
         if exchange is not None:
             advanced = msgspec.structs.replace(step, exchange=exchange)
             effects.append(await exchanges.advance_exchange(tx, advanced, now))
-        if target is not None and step.usable_reply is not None and target not in answered_targets:
-            answered_targets.add(target)
-            effects.append(await _post_reply(tx, step, requesting_run, target, now))
+        if target_json is not None and step.usable_reply is not None and target_json not in answered_targets:
+            answered_targets.add(target_json)
+            effects.append(await _post_reply(tx, step, requesting_run, target_json, now))
     return Effects.combine(effects)
 
 
@@ -75,12 +75,14 @@ async def cancel_pending_wakes(tx: Tx, session: int, now: int) -> None:
         await exchanges.abandon_exchange(tx, exchange, run_id, now)
 
 
-async def _post_reply(tx: Tx, step: CompletedStep, requesting_run: str, target: str, now: int) -> Effects:
-    """Post the reply to the chat named by `target`, and add it to that session's transcript.
+async def _post_reply(
+    tx: Tx, step: CompletedStep, requesting_run: str, target_json: str, now: int
+) -> Effects:
+    """Post the reply to the chat named by `target_json`, and add it to that session's transcript.
 
     `requesting_run` is the run that named the chat: the one that answers, or one that it was woken for.
     """
-    reply_target = msgspec.json.decode(target, type=ReplyTarget)
+    reply_target = msgspec.json.decode(target_json, type=ReplyTarget)
     reply = step.usable_reply or ""
     body = sanitize.sanitize_for_agents(reply)  # the outbox sanitizes it for people
     if sanitize.is_skip(reply, sanitize.NO_REPLY) or not body:

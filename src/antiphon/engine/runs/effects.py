@@ -28,7 +28,7 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     session_key: str
     session_id: str
     origin: str
-    target: str | None
+    reply_target_json: str | None
     exchange: int | None
     task: int | None
 
@@ -55,7 +55,7 @@ class CompletedStep(msgspec.Struct, frozen=True, kw_only=True):
     session: int
     session_key: str
     origin: str
-    target: str | None
+    reply_target_json: str | None
     exchange: int | None
     task: int | None
     state: RunOutcome

@@ -64,14 +64,19 @@ async def end_run(tx: Tx, run: RunIdentity, ending: RunEnding, last_seq: int | N
     }:  # for these states, all calls have returned
         events = await approval_rows.expire_approvals_of_run(tx, run.run_id, now)
         expired = Effects(tuple(ExpiredApproval(run.session, event) for event in events))
-    if run.exchange is None and run.task is None and run.target is None and run.origin != WAKE_ORIGIN:
+    if (
+        run.exchange is None
+        and run.task is None
+        and run.reply_target_json is None
+        and run.origin != WAKE_ORIGIN
+    ):
         return expired
     step = CompletedStep(
         run_id=run.run_id,
         session=run.session,
         session_key=run.session_key,
         origin=run.origin,
-        target=run.target,
+        reply_target_json=run.reply_target_json,
         exchange=run.exchange,
         task=run.task,
         state=ending.state,
@@ -131,7 +136,7 @@ def identify_run(row: Row, session_key: str, session_id: str) -> RunIdentity:
         session_key=session_key,
         session_id=session_id,
         origin=row["origin"],
-        target=row["target"],
+        reply_target_json=row["target"],
         exchange=row["exchange"],
         task=row["task"],
     )

@@ -155,7 +155,9 @@ async def _discard_damaged_note(tx: Tx, row: Row, reason: str, now: int) -> Effe
     session = await tx.one(SESSIONS_SQL.key_by_id, id=row["session"])
     assert session is not None
     run = endings.identify_run(row, session["key"], session["session_id"])
-    run = msgspec.structs.replace(run, target=None, exchange=None, task=None)  # it triggers nothing
+    run = msgspec.structs.replace(
+        run, reply_target_json=None, exchange=None, task=None
+    )  # it triggers nothing
     ending = RunEnding(state="error", error_code=InvalidInput.code, error=reason)
     await endings.end_run(tx, run, ending, None, now)
     return Effects((EndedRun(run=run, ending=ending, ended_at=now),))
@@ -253,7 +255,7 @@ def _build_claim(
         resumed=row["first_seq"] is not None,
         input=row["input"],
         origin=row["origin"],
-        target=row["target"],
+        reply_target_json=row["target"],
         exchange=row["exchange"],
         task=row["task"],
         envelope=lane["envelope"],

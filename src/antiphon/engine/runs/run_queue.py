@@ -74,7 +74,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     instructions: str | None = None
     model: str | None = None
     thinking: str | None = None
-    target: str | None = None
+    reply_target_json: str | None = None
+    """The chat that receives the reply (`completion.ReplyTarget`)."""
     deadline_at: int | None = None
     max_queued: int = 1000
     exchange: int | None = None
@@ -149,7 +150,7 @@ async def _insert_run(tx: Tx, submission: Submission, now: int, others: int | No
         instructions=submission.instructions,
         model=submission.model,
         thinking=submission.thinking,
-        target=submission.target,
+        target=submission.reply_target_json,
         deadline_at=submission.deadline_at,
         exchange=submission.exchange,
         task=submission.task,
