@@ -120,3 +120,11 @@ def test_the_maps_name_files_that_exist(page: str) -> None:
     named = set(re.findall(r"`([\w./-]+(?:\.py|\.sql|\.md|/))`", (ROOT / page).read_text("utf-8")))
     bases = [ROOT, ROOT / "src/antiphon", ROOT / "src/antiphon/engine", ROOT / "src/antiphon/gateway"]
     assert {name for name in named if not any((base / name).exists() for base in bases)} == set()
+
+
+def test_the_map_names_every_part() -> None:
+    source = ROOT / "src/antiphon"
+    parts = {path.name for path in source.glob("*.py") if not path.name.startswith("__")}
+    parts |= {f"{path.parent.name}/" for path in source.glob("*/__init__.py")}
+    named = set(re.findall(r"`([\w./-]+(?:\.py|/))`", (ROOT / "AGENTS.md").read_text("utf-8")))
+    assert parts - named == set()
