@@ -34,7 +34,7 @@ HISTORY_FILE_NAME = "chat_history"  # in the state directory
 MAX_HISTORY_ENTRIES = 1000
 MAX_HISTORY_BYTES = 1024 * 1024
 HISTORY_SEPARATOR = b"\n# "  # begins the comment before each entry, as `FileHistory` writes it
-MENU_ROWS = 8  # the line that is being edited, and below it every command
+MENU_ROWS = 9  # the line that is being edited, and below it every command
 MAX_ROW_CHARACTERS = 4000  # beyond that, characters without a width are not shown
 PROMPT_ROWS = 3  # kept free below an answer that is longer than the terminal is high
 
