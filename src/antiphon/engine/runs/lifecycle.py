@@ -155,9 +155,8 @@ async def _discard_damaged_note(tx: Tx, row: Row, reason: str, now: int) -> Effe
     session = await tx.one(SESSIONS_SQL.key_by_id, id=row["session"])
     assert session is not None
     run = endings.identify_run(row, session["key"], session["session_id"])
-    run = msgspec.structs.replace(
-        run, reply_target_json=None, exchange=None, task=None
-    )  # it triggers nothing
+    # It triggers nothing.
+    run = msgspec.structs.replace(run, reply_target_json=None, exchange=None, task=None)
     ending = RunEnding(state="error", error_code=InvalidInput.code, error=reason)
     await endings.end_run(tx, run, ending, None, now)
     return Effects((EndedRun(run=run, ending=ending, ended_at=now),))
