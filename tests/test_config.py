@@ -21,12 +21,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import antiphon
+from antiphon.clock import SystemClock
 from antiphon.config import (
     REHEARSAL_MODEL_REF,
     Config,
     LoadedConfig,
     Secret,
-    WebFetchConfig,
     build_json_schema,
     list_secrets,
     load,
@@ -40,7 +40,7 @@ from antiphon.config_file import find_duplicate_keys
 from antiphon.errors import ConfigError, NotFound, UnknownModel
 from antiphon.runtimes.registry import RuntimeRegistry
 from antiphon.tool_selection import SESSION_TOOL_NAMES, TOOL_GROUPS
-from antiphon.tools import create_file_tools, create_session_tools, create_web_tools
+from antiphon.tools import create_file_tools, create_memory_tools, create_session_tools, create_web_tools
 from support.privileges import drop_privileges
 
 pytestmark = pytest.mark.requirement("C")
@@ -781,8 +781,14 @@ def test_the_session_tools_are_those_there_are() -> None:
 
 def test_the_tools_for_work_are_those_there_are() -> None:
     assert {tool.spec.name for tool in create_file_tools(Mock())} == set(TOOL_GROUPS["group:fs"])
-    assert {tool.spec.name for tool in create_web_tools(WebFetchConfig())} <= set(TOOL_GROUPS["group:web"])
-    assert create_web_tools(WebFetchConfig(enabled=False)) == []
+    assert {tool.spec.name for tool in create_memory_tools(Mock())} == set(TOOL_GROUPS["group:memory"])
+    tools = create_web_tools(parse({"tools": {"web": {"fetch": {"enabled": False}}}})[0], SystemClock())
+    assert {tool.spec.name for tool in tools} == set(TOOL_GROUPS["group:web"])
+    assert [tool.explain_absence("main") for tool in tools] == [
+        "'tools.web.fetch.enabled' is false.",
+        "No search service is configured. Set 'tools.web.search.apiKey' for Brave Search, or"
+        " 'tools.web.search.searxng.baseUrl' to the address of your SearXNG.",
+    ]
     [warning] = parse({"tools": {"fs": {"workspaceOnly": False}}})[1]
     assert "'tools.fs.workspaceOnly' is false, but file tools stay inside" in warning
 
@@ -840,7 +846,7 @@ def test_config_of_a_related_gateway_loads_with_a_warning_for_each_foreign_part(
     named = {match[1] for text in warnings if (match := re.match(r"'([^']+)' belongs to a feature", text))}
     assert {"messages", "agents.list[0].heartbeat", "models.providers.p.authHeader", "gateway.mode"} <= named
     assert "models.providers.p.models[0].compat" in named
-    assert len(named) == 26
+    assert len(named) == 25
     assert len(warnings) == len(named)
     assert config.agents.defaults.workspace == "~/w"
     assert raw == pyjson5.decode(RELATED)

@@ -40,7 +40,8 @@ SESSION_TOOLS = {
     "sessions_list", "sessions_history", "sessions_search", "session_status", "agents_list",
     "sessions_send", "sessions_spawn", "sessions_yield", "subagents",
 }  # fmt: skip
-TOOLS = SESSION_TOOLS | FILES_AND_WEB
+MEMORY = {"memory_search", "memory_get"}
+TOOLS = SESSION_TOOLS | FILES_AND_WEB | MEMORY
 SUFFIXES = {"openai-responses": "/responses", "anthropic-messages": "/v1/messages"}
 STEPS = (Tokens(1200, 40, cache_read=300), Tokens(1500, 60, cache_read=500))
 REPLY = "One session is open: this one."
@@ -234,7 +235,8 @@ def _offered(written: Json, agent: Json) -> set[str]:
         "group:web": {"web_fetch"},
         "group:sessions": SESSION_TOOLS - {"agents_list"},
         "group:agents": {"agents_list"},
-        "group:openclaw": SESSION_TOOLS | {"web_fetch"},
+        "group:memory": MEMORY,
+        "group:openclaw": SESSION_TOOLS | MEMORY | {"web_fetch"},
     }
     messaging = {"sessions_list", "sessions_history", "sessions_send", "session_status"}
     profiles: dict[str, set[str]] = {"minimal": {"session_status"}, "messaging": messaging}

@@ -19,7 +19,9 @@ GROUP = "group:sessions"
 LOOKING = {"sessions_list", "sessions_history", "sessions_search", "session_status"}
 ACTING = {"sessions_send", "sessions_spawn", "sessions_yield", "subagents"}
 OTHERS = {"agents_list", "read", "own"}
-FOR_WORK = {"write", "edit", "apply_patch", "exec", "process", "web_fetch"}
+FOR_WORK = {
+    "write", "edit", "apply_patch", "exec", "process", "web_fetch", "memory_search", "memory_get", "cron", "message",
+}  # fmt: skip
 """Built-in tools that `tests/test_tool_selection.py` is about."""
 EVERY = LOOKING | ACTING | OTHERS
 

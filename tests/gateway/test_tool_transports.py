@@ -237,7 +237,7 @@ async def test_a_sub_agent_has_its_own_tools_on_every_transport(tmp_path: Path) 
     """Also where its own agent is granted more than the session that spawned it."""
     config = settings(tools={"subagents": {"tools": {"alsoAllow": ["sessions_list"]}}})
     config["tools"]["agentToAgent"] = {"enabled": True}
-    config["tools"]["deny"] = ["group:fs", "group:web", "group:runtime"]
+    config["tools"]["deny"] = ["group:fs", "group:web", "group:runtime", "group:memory", "cron", "message"]
     config["agents"]["list"][1]["tools"] = {"sessions": {"visibility": "all"}}
     async with (
         open_gateway(tmp_path, None, settings=config) as gateway,

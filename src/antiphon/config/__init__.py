@@ -25,6 +25,7 @@ from antiphon.config.sections import (
     SendPolicyConfig,
     SendRuleConfig,
     WebFetchConfig,
+    WebSearchConfig,
 )
 from antiphon.keys import REHEARSAL_MODEL_REF, REHEARSAL_PROVIDER
 from antiphon.paths import Paths, locate_paths
@@ -52,6 +53,7 @@ __all__ = [
     "SubagentsConfig",
     "ToolRules",
     "WebFetchConfig",
+    "WebSearchConfig",
     "build_json_schema",
     "list_secrets",
     "load",

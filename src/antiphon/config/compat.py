@@ -59,7 +59,7 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
         "agents.list.[].sandbox": _SANDBOX_KEYS,
         "agents.list.[].tools": f"{_TOOL_KEYS} fs",
         "tools": f"{_TOOL_KEYS} links media toolSearch",
-        "tools.web": "search",
+        "tools.web.search": "exa firecrawl gemini grok kimi openaiCodex perplexity tavily",
         "tools.web.fetch": "cacheTtlMinutes firecrawl maxCharsCap provider readability",
         "models": "bedrockDiscovery pricing proxy",
         "models.providers.*": "auth authHeader injectNumCtxForOpenAICompat request",

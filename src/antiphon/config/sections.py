@@ -284,8 +284,44 @@ class WebFetchConfig(Section):
     user_agent: Text = "Antiphon"
 
 
+SearchProvider = Literal["brave", "searxng"]
+UnsupportedSearchProvider = Literal[
+    "perplexity", "grok", "gemini", "kimi", "firecrawl", "tavily", "exa", "duckduckgo"
+]
+"""Search services of related gateways that are not built here."""
+WebAddress = Annotated[str, Field(pattern=WEB_ADDRESS_PATTERN)]
+
+
+class SearchService(Section):
+    """Where a search service is."""
+
+    base_url: WebAddress | None = None
+
+
+class WebSearchConfig(Section):
+    """The `web_search` tool. It is offered if a service is configured."""
+
+    enabled: bool = True
+    provider: SearchProvider | UnsupportedSearchProvider | None = Field(
+        default=None,
+        description="Default: `searxng` if its address is set, `brave` if a key is set.",
+    )
+    api_key: Secret | None = Field(default=None, description="The key for Brave Search.")
+    searxng: SearchService = Field(
+        default_factory=SearchService.model_construct, description="Your own SearXNG; it may be local."
+    )
+    brave: SearchService = Field(
+        default_factory=SearchService.model_construct, description="Instead of Brave's own address."
+    )
+    max_results: int = Field(default=5, ge=1, le=10)
+    timeout_seconds: Count = 30
+    cache_ttl_minutes: Amount = Field(default=15, description="0 = answers are not kept.")
+
+
 class WebTools(Section):
     """The tools for the web."""
+
+    search: WebSearchConfig = Field(default_factory=WebSearchConfig.model_construct)
 
     fetch: WebFetchConfig = Field(default_factory=WebFetchConfig.model_construct)
 

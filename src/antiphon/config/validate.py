@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from antiphon.config.addresses import check_store_url, is_ip, is_loopback, parse_bus_addresses
 from antiphon.config.compat import find_unused_keys
 from antiphon.config.errors import Problem
 from antiphon.config.schema import Config
-from antiphon.config.sections import NATIVE_PROVIDER_APIS, PUBLIC_PROVIDER_KEY_VARIABLES
+from antiphon.config.sections import (
+    NATIVE_PROVIDER_APIS,
+    PUBLIC_PROVIDER_KEY_VARIABLES,
+    UnsupportedSearchProvider,
+)
 from antiphon.config.tool_lists import find_tool_list_warnings
 from antiphon.errors import ConfigError, UnknownModel, format_install_hint
 from antiphon.keys import REHEARSAL_PROVIDER
@@ -56,6 +60,11 @@ def find_warnings(config: Config) -> Iterator[str]:
         yield (
             "'tools.fs.workspaceOnly' is false, but file tools stay inside the workspace. Set 'workspace' of the agent"
             " to a directory that contains the files."
+        )
+    if (provider := config.tools.web.search.provider) in get_args(UnsupportedSearchProvider):
+        yield (
+            f"'tools.web.search.provider' is {provider!r}, which is not supported, so 'web_search' is not offered."
+            " Use 'brave' or 'searxng'."
         )
     yield from _warn_agents_out_of_sight(config)
     yield from _warn_reach_without_effect(config)

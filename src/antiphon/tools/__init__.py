@@ -16,6 +16,8 @@ from antiphon.store import Store
 from antiphon.tools.agents_list import agents_list
 from antiphon.tools.apply_patch import apply_patch
 from antiphon.tools.edit import edit
+from antiphon.tools.memory_get import memory_get
+from antiphon.tools.memory_search import memory_search
 from antiphon.tools.read import read
 from antiphon.tools.session_status import session_status
 from antiphon.tools.sessions_history import sessions_history
@@ -26,15 +28,24 @@ from antiphon.tools.sessions_spawn import sessions_spawn
 from antiphon.tools.sessions_yield import sessions_yield
 from antiphon.tools.subagents import subagents
 from antiphon.tools.web_fetch import web_fetch
+from antiphon.tools.web_search import web_search
 from antiphon.tools.write import write
 from antiphon.workspace.files import WorkspaceFiles
 from antiphon.workspace.locations import SessionWorkspaceLocator
+from antiphon.workspace.memory import WorkspaceMemory
 from antiphon.workspace.web import FetchLimits, WebClient
+from antiphon.workspace.web_search import WebSearch
 
 if TYPE_CHECKING:
-    from antiphon.config import Config, WebFetchConfig
+    from antiphon.config import Config
 
-__all__ = ["create_file_tools", "create_session_tools", "create_web_tools", "create_work_tools"]
+__all__ = [
+    "create_file_tools",
+    "create_memory_tools",
+    "create_session_tools",
+    "create_web_tools",
+    "create_work_tools",
+]
 
 
 def create_session_tools(operations: Operations) -> list[Tool]:
@@ -52,22 +63,31 @@ def create_session_tools(operations: Operations) -> list[Tool]:
 
 
 def create_work_tools(config: Config, store: Store, clock: Clock, state_dir: Path) -> list[Tool]:
-    """Create the tools with which agents work on files and read the web."""
-    files = WorkspaceFiles(store, clock, SessionWorkspaceLocator(config, state_dir))
-    return [*create_file_tools(files), *create_web_tools(config.tools.web.fetch)]
+    """Create the tools with which agents work on files and notes, and search and read the web."""
+    locate = SessionWorkspaceLocator(config, state_dir)
+    return [
+        *create_file_tools(WorkspaceFiles(store, clock, locate)),
+        *create_memory_tools(WorkspaceMemory(locate)),
+        *create_web_tools(config, clock),
+    ]
 
 
 def create_file_tools(files: WorkspaceFiles) -> list[Tool]:
     return [read(files), write(files), edit(files), apply_patch(files)]
 
 
-def create_web_tools(settings: WebFetchConfig) -> list[Tool]:
-    """Create the tools for the web, or none if they are disabled."""
-    if not settings.enabled:
-        return []
+def create_memory_tools(memory: WorkspaceMemory) -> list[Tool]:
+    return [memory_search(memory), memory_get(memory)]
+
+
+def create_web_tools(config: Config, clock: Clock) -> list[Tool]:
+    fetch, search = config.tools.web.fetch, config.tools.web.search
     limits = FetchLimits(
-        timeout_seconds=settings.timeout_seconds,
-        max_bytes=settings.max_response_bytes,
-        max_redirects=settings.max_redirects,
+        timeout_seconds=fetch.timeout_seconds,
+        max_bytes=fetch.max_response_bytes,
+        max_redirects=fetch.max_redirects,
     )
-    return [web_fetch(WebClient(limits, user_agent=settings.user_agent), settings.max_chars)]
+    return [
+        web_fetch(WebClient(limits, user_agent=fetch.user_agent), fetch.max_chars, is_enabled=fetch.enabled),
+        web_search(WebSearch(search, clock, user_agent=fetch.user_agent), search),
+    ]

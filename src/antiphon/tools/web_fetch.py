@@ -38,7 +38,11 @@ class WebFetchArguments(ToolArguments, frozen=True):
     ) = None
 
 
-def web_fetch(client: WebClient, default_characters: int = MAX_SHOWN_CHARACTERS) -> Tool:
+def web_fetch(
+    client: WebClient, default_characters: int = MAX_SHOWN_CHARACTERS, *, is_enabled: bool = True
+) -> Tool:
+    missing = None if is_enabled else "'tools.web.fetch.enabled' is false."
+
     async def run(call: ToolRequest, arguments: WebFetchArguments) -> ToolOutput:
         page = await client.fetch(arguments.url)
         text = await asyncio.to_thread(_extract, page, arguments.extract_mode)
@@ -52,6 +56,7 @@ def web_fetch(client: WebClient, default_characters: int = MAX_SHOWN_CHARACTERS)
         run,
         has_side_effects=True,  # it tells others what the session asks for
         reaches_sessions=False,
+        unavailable=lambda _agent_id: missing,
     )
 
 

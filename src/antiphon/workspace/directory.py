@@ -144,6 +144,25 @@ class WorkspaceDirectory:
             )
         return FileContent(data, hashlib.sha256(data).hexdigest())
 
+    def list_files(self, path: str, suffix: str, max_files: int) -> list[str]:
+        """Return the names of files in a directory, sorted; the last ones if there are too many, none without it."""
+        name = self.normalize(path)
+        try:
+            with self._report_errors(name):
+                fd = self._open_directory(name)
+        except NotFound:
+            return []
+        try:
+            with os.scandir(fd) as entries:
+                found = [
+                    entry.name
+                    for entry in entries
+                    if entry.name.endswith(suffix) and entry.is_file(follow_symlinks=False)
+                ]
+        finally:
+            os.close(fd)
+        return sorted(found)[-max_files:]
+
     def find_sha256(self, path: str, max_bytes: int) -> str | None:
         """Return the hash of a file, or None if it does not exist."""
         content = self.find_content(path, max_bytes)

@@ -13,7 +13,7 @@ import ipaddress
 import re
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urljoin, urlsplit
@@ -100,18 +100,23 @@ def is_public_address(address: str) -> bool:
 
 
 class WebClient:
-    """Fetches public pages. `resolve` and `is_allowed` are replaced in tests only."""
+    """Fetches public pages.
+
+    `is_allowed` admits other addresses too where an operator, and not a model, has chosen the host.
+    """
 
     def __init__(
         self,
         limits: FetchLimits | None = None,
         *,
         user_agent: str = "Antiphon",
+        headers: Mapping[str, str] | None = None,
         resolve: Resolver = resolve_host,
         is_allowed: Callable[[str], bool] = is_public_address,
     ) -> None:
         self._limits = limits or FetchLimits()
         self._headers = {"user-agent": user_agent, "accept": "text/html, text/*;q=0.9, */*;q=0.5"}
+        self._headers |= headers or {}
         self._resolve = resolve
         self._is_allowed = is_allowed
         self._tls: ssl.SSLContext | None = None
