@@ -40,7 +40,13 @@ from antiphon.config_file import find_duplicate_keys
 from antiphon.errors import ConfigError, NotFound, UnknownModel
 from antiphon.runtimes.registry import RuntimeRegistry
 from antiphon.tool_selection import SESSION_TOOL_NAMES, TOOL_GROUPS
-from antiphon.tools import create_file_tools, create_memory_tools, create_session_tools, create_web_tools
+from antiphon.tools import (
+    create_chat_tools,
+    create_file_tools,
+    create_memory_tools,
+    create_session_tools,
+    create_web_tools,
+)
 from support.privileges import drop_privileges
 
 pytestmark = pytest.mark.requirement("C")
@@ -782,6 +788,8 @@ def test_the_session_tools_are_those_there_are() -> None:
 def test_the_tools_for_work_are_those_there_are() -> None:
     assert {tool.spec.name for tool in create_file_tools(Mock())} == set(TOOL_GROUPS["group:fs"])
     assert {tool.spec.name for tool in create_memory_tools(Mock())} == set(TOOL_GROUPS["group:memory"])
+    chat_tools = {tool.spec.name for tool in create_chat_tools(Mock(), parse({})[0])}
+    assert chat_tools == {*TOOL_GROUPS["group:automation"], *TOOL_GROUPS["group:messaging"]}
     tools = create_web_tools(parse({"tools": {"web": {"fetch": {"enabled": False}}}})[0], SystemClock())
     assert {tool.spec.name for tool in tools} == set(TOOL_GROUPS["group:web"])
     assert [tool.explain_absence("main") for tool in tools] == [

@@ -758,7 +758,7 @@ async def test_who_may_do_what(tmp_path: Path) -> None:
             lambda who: s.remove(who, job.id),
             lambda who: s.run(who, job.id),
         ]
-        agent = Caller.agent("main", MAIN)
+        agent = Caller.agent("main", MAIN, sandboxed=True)
         refused = [
             *((who, ask) for who in (Caller.operator([]), agent) for ask in [*reading, *changing]),
             *((Caller.operator([scope]), ask) for scope in (READ_SCOPE, WRITE_SCOPE) for ask in changing),

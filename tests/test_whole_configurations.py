@@ -41,7 +41,7 @@ SESSION_TOOLS = {
     "sessions_send", "sessions_spawn", "sessions_yield", "subagents",
 }  # fmt: skip
 MEMORY = {"memory_search", "memory_get"}
-TOOLS = SESSION_TOOLS | FILES_AND_WEB | MEMORY
+TOOLS = SESSION_TOOLS | FILES_AND_WEB | MEMORY | {"cron"}
 SUFFIXES = {"openai-responses": "/responses", "anthropic-messages": "/v1/messages"}
 STEPS = (Tokens(1200, 40, cache_read=300), Tokens(1500, 60, cache_read=500))
 REPLY = "One session is open: this one."
@@ -236,10 +236,12 @@ def _offered(written: Json, agent: Json) -> set[str]:
         "group:sessions": SESSION_TOOLS - {"agents_list"},
         "group:agents": {"agents_list"},
         "group:memory": MEMORY,
-        "group:openclaw": SESSION_TOOLS | MEMORY | {"web_fetch"},
+        "group:automation": {"cron"},
+        "group:messaging": {"message"},
+        "group:openclaw": SESSION_TOOLS | MEMORY | {"web_fetch", "cron", "message"},
     }
-    messaging = {"sessions_list", "sessions_history", "sessions_send", "session_status"}
-    profiles: dict[str, set[str]] = {"minimal": {"session_status"}, "messaging": messaging}
+    messaging = {"sessions_list", "sessions_history", "sessions_send", "session_status", "message"}
+    profiles = {"minimal": {"session_status"}, "messaging": messaging, "full": TOOLS | {"message"}}
     levels = [written.get("tools", {}), agent.get("tools", {})]
     profile: str = next((lists["profile"] for lists in reversed(levels) if "profile" in lists), "")
     found = profiles.get(profile, set(TOOLS))

@@ -46,7 +46,7 @@ from antiphon.state_access import create_operations, open_operations_readonly
 from antiphon.store import CommitPhase, Store
 from antiphon.store.factory import open_store
 from antiphon.store.statedir import StateDir
-from antiphon.tools import create_session_tools, create_work_tools
+from antiphon.tools import create_chat_tools, create_session_tools, create_work_tools
 from antiphon.transfers.mirror import TranscriptMirror, remove_mark
 from antiphon.workspace.bootstrap import BootstrapReader
 
@@ -141,6 +141,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
             for tool in [
                 *create_work_tools(config, store, clock, home.path),
                 *create_session_tools(operations),
+                *create_chat_tools(operations, config),
                 *(create_tools(operations) if create_tools else ()),
             ]:
                 toolbox.add(tool)

@@ -31,7 +31,7 @@ from antiphon.runtimes.model import ModelRuntime, open_reader
 from antiphon.runtimes.registry import RuntimeRegistry
 from antiphon.runtimes.retry import RetryPolicy
 from antiphon.store import Script
-from antiphon.tools import create_session_tools, create_work_tools
+from antiphon.tools import create_chat_tools, create_session_tools, create_work_tools
 from antiphon.tools.python_tools import load_python_tools
 
 P = ParamSpec("P")
@@ -130,7 +130,8 @@ def _build_identity_resolver(config: Config, python_tools: Sequence[Tool]) -> Se
         )
     )
     work_tools = create_work_tools(config, _NoStore(), SystemClock(), Path())
-    for tool in (*work_tools, *create_session_tools(operations), *python_tools):
+    chat_tools = create_chat_tools(operations, config)
+    for tool in (*work_tools, *create_session_tools(operations), *chat_tools, *python_tools):
         toolbox.add(tool)
     return SessionIdentityResolver(config, session_resolver, toolbox)
 

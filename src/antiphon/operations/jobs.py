@@ -1,7 +1,8 @@
 """Operations on scheduled jobs.
 
-Jobs belong to the operators: reading them needs `operator.read`, changing or running them `operator.admin`, and
-agents may do neither. `engine.jobs.scheduler` decides when a job fires, and `engine.jobs.firings` what that does.
+For operators, reading jobs needs `operator.read`, and changing or running them `operator.admin`. An agent manages the
+jobs of its own agent (`engine.jobs.agent_jobs`). `engine.jobs.scheduler` decides when a job fires, and
+`engine.jobs.firings` what that does.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from antiphon import validation_errors
+from antiphon import access, validation_errors
 from antiphon.access import ADMIN_SCOPE, READ_SCOPE, Caller
 from antiphon.engine import validation
 from antiphon.engine.idempotency import IdempotentCommand
-from antiphon.engine.jobs import jobs
+from antiphon.engine.jobs import agent_jobs, jobs
 from antiphon.engine.jobs.jobs import FiringContext, Job, JobDelivery, JobPatch, JobPayload, JobSpec
 from antiphon.engine.jobs.schedule import Schedule
 from antiphon.engine.jobs.scheduler import Scheduler
@@ -23,6 +24,7 @@ from antiphon.errors import Forbidden, InvalidInput, StoreReadOnly
 from antiphon.operations import types
 from antiphon.operations.context import OperationContext
 from antiphon.operations.types import RunView, View
+from antiphon.store import Tx
 
 __all__ = [
     "JobFireResult",
@@ -102,9 +104,17 @@ class JobOperations:
         given = _revalidate(spec)
         command = IdempotentCommand(key, ("cron.add", given))
         jobs.check_channel(given.delivery, self._firing_context)
+        if not caller.is_operator and given.agent_id is None:
+            given = msgspec.structs.replace(given, agent_id=caller.agent_id)
         settled = jobs.complete_job_spec(given, self._firing_context.config, now)
         job = await self._context.store.tx(
-            jobs.add_job, self._firing_context, caller, str(uuid.uuid4()), settled, command, now
+            jobs.add_job if caller.is_operator else agent_jobs.add_job,
+            self._firing_context,
+            caller,
+            str(uuid.uuid4()),
+            settled,
+            command,
+            now,
         )
         if self._scheduler is not None:
             self._scheduler.wake()
@@ -115,7 +125,12 @@ class JobOperations:
         _require_scope(caller, ADMIN_SCOPE)
         now = self._context.clock.now()
         job = await self._context.store.tx(
-            jobs.update_job, self._firing_context, caller, job_id, _revalidate(patch), now
+            jobs.update_job if caller.is_operator else agent_jobs.update_job,
+            self._firing_context,
+            caller,
+            job_id,
+            _revalidate(patch),
+            now,
         )
         if self._scheduler is not None:
             self._scheduler.wake()
@@ -124,7 +139,7 @@ class JobOperations:
     async def remove(self, caller: Caller, job_id: str) -> bool:
         """Remove a job and return whether it existed. Its runs and its session stay."""
         _require_scope(caller, ADMIN_SCOPE)
-        return await self._context.store.tx(jobs.remove_job, job_id)
+        return await self._context.store.tx(_remove_job, caller, job_id)
 
     async def run(
         self, caller: Caller, job_id: str, mode: Literal["force", "due"] = "force", *, key: str | None = None
@@ -132,7 +147,7 @@ class JobOperations:
         """Fire a job now, or only if it is due. A repeated call with the same key returns the same run."""
         _require_scope(caller, ADMIN_SCOPE)
         validation.validate_idempotency_key(key)
-        await self._context.store.read(jobs.get_job, job_id)
+        await self._context.store.read(agent_jobs.get_job, caller, job_id)
         if not self._context.config.cron.enabled:
             return JobFireResult(ran=False, reason=CRON_DISABLED_REASON)
         if self._scheduler is None:
@@ -148,7 +163,7 @@ class JobOperations:
 
     async def get(self, caller: Caller, job_id: str) -> JobView:
         _require_scope(caller, READ_SCOPE)
-        return _build_job_view(await self._context.store.read(jobs.get_job, job_id))
+        return _build_job_view(await self._context.store.read(agent_jobs.get_job, caller, job_id))
 
     async def list_runs(self, caller: Caller, job_id: str, limit: int = DEFAULT_JOB_RUNS) -> list[RunView]:
         """Return the runs of a job, newest first."""
@@ -157,20 +172,24 @@ class JobOperations:
             raise InvalidInput(
                 f"'limit' is {limit}; it must be at least 1.", f"Use 1 to {MAX_JOB_RUNS}.", field="limit"
             )
+        await self._context.store.read(agent_jobs.get_job, caller, job_id)
         rows = await self._context.store.read(jobs.list_job_runs, job_id, min(limit, MAX_JOB_RUNS))
         return [types.build_run_view(row, None, self._context.clock.now()) for row in rows]
 
     async def get_status(self, caller: Caller) -> SchedulerStatusView:
-        _require_scope(caller, READ_SCOPE)
+        access.require_operator(caller, "list", "the scheduler", "List your jobs instead.")
         count, next_at = await self._context.store.read(jobs.load_overview)
         enabled = self._context.config.cron.enabled
         return SchedulerStatusView(enabled=enabled, jobs=count, next_wake_at=next_at if enabled else None)
 
     async def list(self, caller: Caller, include_disabled: bool = False) -> list[JobView]:
-        """Return every job, oldest first."""
+        """Return every job that the caller may see, oldest first."""
         _require_scope(caller, READ_SCOPE)
+        found = await self._context.store.read(jobs.list_jobs, include_disabled)
         return [
-            _build_job_view(job) for job in await self._context.store.read(jobs.list_jobs, include_disabled)
+            _build_job_view(job)
+            for job in found
+            if caller.is_operator or job.spec.agent_id == caller.agent_id
         ]
 
 
@@ -197,14 +216,16 @@ def _revalidate(given: T) -> T:
     return parse_job_input(type(given), msgspec.to_builtins(given))
 
 
+async def _remove_job(tx: Tx, caller: Caller, job_id: str) -> bool:
+    if caller.is_operator:
+        return await jobs.remove_job(tx, job_id)
+    return await agent_jobs.remove_job(tx, caller, job_id)
+
+
 def _require_scope(caller: Caller, scope: str) -> None:
     if not caller.is_operator:
-        raise Forbidden(
-            f"Agent {caller.agent_id!r} may not see or change scheduled jobs.",
-            "Ask the operator to do it.",
-            scope=scope,
-        )
-    if scope not in caller.scopes:
+        agent_jobs.require_lasting_session(caller)
+    elif scope not in caller.scopes:
         raise Forbidden(
             f"This token may not do that to scheduled jobs: it lacks {scope!r}.",
             "Use a token that was issued with that scope.",

@@ -12,6 +12,7 @@ from antiphon.operations.deliveries import DeliveryOperations
 from antiphon.operations.exchanges import ExchangeOperations
 from antiphon.operations.jobs import JobOperations
 from antiphon.operations.messages import MessageOperations
+from antiphon.operations.posts import PostOperations
 from antiphon.operations.runs import RunOperations
 from antiphon.operations.search import SearchOperations
 from antiphon.operations.sessions import SessionOperations
@@ -40,4 +41,5 @@ class Operations:
         self.deliveries = DeliveryOperations(context)
         self.search = SearchOperations(context)
         self.jobs = JobOperations(context, scheduler)
+        self.posts = PostOperations(context, scheduler.context.channels if scheduler else ())
         self.status = StatusOperations(context)

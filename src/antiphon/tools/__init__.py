@@ -15,9 +15,11 @@ from antiphon.operations.operations import Operations
 from antiphon.store import Store
 from antiphon.tools.agents_list import agents_list
 from antiphon.tools.apply_patch import apply_patch
+from antiphon.tools.cron import cron
 from antiphon.tools.edit import edit
 from antiphon.tools.memory_get import memory_get
 from antiphon.tools.memory_search import memory_search
+from antiphon.tools.message import message
 from antiphon.tools.read import read
 from antiphon.tools.session_status import session_status
 from antiphon.tools.sessions_history import sessions_history
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from antiphon.config import Config
 
 __all__ = [
+    "create_chat_tools",
     "create_file_tools",
     "create_memory_tools",
     "create_session_tools",
@@ -60,6 +63,11 @@ def create_session_tools(operations: Operations) -> list[Tool]:
         sessions_yield(operations),
         subagents(operations),
     ]
+
+
+def create_chat_tools(operations: Operations, config: Config) -> list[Tool]:
+    """Create the tools with which agents schedule their own work and post to chats."""
+    return [cron(operations, is_enabled=config.cron.enabled), message(operations)]
 
 
 def create_work_tools(config: Config, store: Store, clock: Clock, state_dir: Path) -> list[Tool]:

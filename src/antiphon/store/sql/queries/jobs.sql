@@ -28,6 +28,9 @@ WHERE j.enabled = 1 OR :disabled = 1 ORDER BY j.n LIMIT 1000;
 -- name: overview
 SELECT count(*) AS jobs, min(next_at) AS next_at FROM jobs;
 
+-- name: count_of_agent
+SELECT count(*) AS jobs FROM jobs WHERE agent_id = :agent_id;
+
 -- name: due
 SELECT id FROM jobs WHERE next_at <= :now ORDER BY next_at, n LIMIT 1000;
 
