@@ -252,6 +252,12 @@ def _offered(written: Json, agent: Json) -> set[str]:
         if "allow" in lists:
             found &= set[str]().union(*(groups.get(name, {name}) for name in lists["allow"]))
         found -= set[str]().union(*(groups.get(name, {name}) for name in lists.get("deny", ())))
+    sandbox: Json = {
+        **written.get("agents", {}).get("defaults", {}).get("sandbox", {}),
+        **agent.get("sandbox", {}),
+    }
+    if sandbox.get("mode") == "all":  # the session is a main session
+        return found & (SESSION_TOOLS | FILES_AND_WEB - {"web_fetch"})
     return found | ({"weather"} if written.get("tools", {}).get("python") else set())
 
 

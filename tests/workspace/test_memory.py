@@ -12,7 +12,7 @@ from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import AntiphonError, InvalidInput
 from antiphon.tools import create_memory_tools
 from antiphon.workspace import memory
-from antiphon.workspace.locations import SessionWorkspace
+from antiphon.workspace.locations import WORKSPACE_MOUNT, Mount, SessionWorkspace
 from antiphon.workspace.memory import WorkspaceMemory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("T1")]
@@ -28,7 +28,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def open_memory(root: Path) -> WorkspaceMemory:
-    return WorkspaceMemory(lambda _caller: SessionWorkspace(root))
+    return WorkspaceMemory(lambda _caller: SessionWorkspace((Mount(WORKSPACE_MOUNT, root),)))
 
 
 async def test_passages_are_found_best_and_newest_first(root: Path) -> None:

@@ -79,13 +79,11 @@ class WorkspaceMemory:
         return await self._work(caller, lambda directory: _read_page(directory, path, first_line, lines))
 
     async def _work(self, caller: Caller, work: Callable[[WorkspaceDirectory], T]) -> T:
-        workspace = self._locate(caller)
+        mount = self._locate(caller).workspace
 
         def run() -> T:
-            workspace.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with WorkspaceDirectory(
-                workspace.root, below=workspace.below, aliases=workspace.aliases
-            ) as directory:
+            mount.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with WorkspaceDirectory(mount.root, below=mount.below, aliases=(mount.target,)) as directory:
                 return work(directory)
 
         return await asyncio.to_thread(run)
