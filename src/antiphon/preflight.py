@@ -51,7 +51,8 @@ async def find_problems(config: Config) -> list[Problem]:
     except ConfigError as error:
         python_tools = list[Tool]()
         problems.append(Problem(str(error.data["path"]), error.what, error.hint))
-    identities = _build_identity_resolver(stand_in, python_tools)
+    toolbox = build_toolbox(stand_in, python_tools)
+    identities = SessionIdentityResolver(stand_in, SessionResolver(stand_in), toolbox)
     tools: dict[str, Sequence[ToolSpec]] = {}
     try:
         for number, agent_id in enumerate(config.agent_ids):
@@ -115,7 +116,8 @@ def _replace_secrets(config: Config) -> Config:
     return config.model_copy(update={"models": config.models.model_copy(update={"providers": providers})})
 
 
-def _build_identity_resolver(config: Config, python_tools: Sequence[Tool]) -> SessionIdentityResolver:
+def build_toolbox(config: Config, python_tools: Sequence[Tool]) -> Toolbox:
+    """Return the tools that a gateway with this configuration has. They cannot be called."""
     toolbox, session_resolver = Toolbox(), SessionResolver(config)
     operations = Operations(
         OperationContext(
@@ -133,7 +135,7 @@ def _build_identity_resolver(config: Config, python_tools: Sequence[Tool]) -> Se
     chat_tools = create_chat_tools(operations, config)
     for tool in (*work_tools, *create_session_tools(operations), *chat_tools, *python_tools):
         toolbox.add(tool)
-    return SessionIdentityResolver(config, session_resolver, toolbox)
+    return toolbox
 
 
 def _list_tool_specs(identities: SessionIdentityResolver, agent_id: str) -> list[ToolSpec]:

@@ -1,0 +1,42 @@
+"""`antiphon tools`: what an agent has, and which key decides, without a gateway."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.terminal import Program
+
+pytestmark = pytest.mark.requirement("T2")
+
+
+def test_every_tool_is_listed_with_the_key_that_decides(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    program = Program(tmp_path, tmp_path_factory.getbasetemp().parent / "antiphon-bytecode")
+    program.configure(
+        {
+            "agents": {"list": [{"id": "main"}, {"id": "clerk", "tools": {"deny": ["group:fs"]}}]},
+            "tools": {"sandbox": {"tools": {"alsoAllow": ["web_fetch"]}}},
+        }
+    )
+
+    def explain(*options: str) -> dict[str, Any]:
+        ran = program.run("tools", "--json", *options)
+        assert ran.code == 0, ran.err
+        return {row["name"]: (row["offered"], row["path"]) for row in json.loads(ran.out)["tools"]}
+
+    main = explain()
+    assert main["read"] == (True, "tools.profile")
+    assert main["message"] == (False, "tools.profile")
+    assert main["web_search"] == (False, None)
+    assert explain("--agent", "clerk")["read"] == (False, "agents.list[1].tools.deny")
+    boxed = explain("--sandboxed")
+    assert boxed["web_fetch"] == (True, "tools.sandbox.tools.alsoAllow")
+    assert boxed["cron"] == (False, "tools.sandbox.tools.allow")
+    shown = program.run("tools")
+    assert "No search service is configured." in " ".join(shown.out.split())
+    assert program.run("tools", "--agent", "nobody").code != 0
