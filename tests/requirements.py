@@ -118,6 +118,15 @@ CONTRACT: dict[str, tuple[Part, str]] = {
         "tools",
         "File tools stay inside the workspace and change only versions that the session has read.",
     ),
+    "T5": (
+        "tools",
+        "A command survives the gateway: its true result is adopted, or the model reads that it was interrupted.",
+    ),
+    "T6": (
+        "tools",
+        "Commands run in the sandbox unless the operator chose this machine, with an explicit policy and a made"
+        " environment.",
+    ),
     "T7": (
         "tools",
         "A call that needs approval waits durably for a person with the scope, expires as denied, and runs once.",
@@ -281,6 +290,23 @@ SECURITY: dict[str, tuple[Part, str]] = {
 }
 
 WORK: dict[str, tuple[Part, str]] = {
+    "AT1": (
+        "tools",
+        "A started command has a result, is running, or is said to be interrupted; its text is what it printed.",
+    ),
+    "AT2": ("tools", "After a stop, a timeout or a deletion, no process of a command is left within 2 s."),
+    "AT3": (
+        "tools",
+        "A wait for a command ends with it or at its deadline, whatever holds its output; its input is at its end.",
+    ),
+    "AT4": (
+        "tools",
+        "The end of a background command wakes its session exactly once; one that we ended wakes nothing.",
+    ),
+    "AT5": (
+        "tools",
+        "Output of any size is bounded, keeps its first and last lines, and the rest is a file that can be read.",
+    ),
     "AT6": (
         "tools",
         "A sandbox that does not work at any moment runs nothing, and the refusal names the cure.",
@@ -309,7 +335,7 @@ WORK: dict[str, tuple[Part, str]] = {
     ),
     "AT20": (
         "tools",
-        "A file tool that was killed at any moment has its effect once, and its result says so.",
+        "A tool that was killed at any moment has its effect at most once, and its result says so.",
     ),
 }
 """What users of other agents suffer from when their agents work."""

@@ -488,6 +488,8 @@ def test_each_key_without_effect_is_told_with_what_to_do_instead(place: str) -> 
         "input": (["text", "image"], ["text"]),
         "reasoning": (True, False),
         "enabled": (True, False),
+        "allowModels": (["p/m"], []),
+        "workspaceOnly": (True, False),
     }
     parent, _, key = place.rpartition(".")
     told, silent = values.get(key, ("x", None if key != "basePath" else ""))
@@ -524,6 +526,8 @@ READ_WITHIN = {
     "models.mode": "there is nothing that could be merged or replaced",
     "session.compat.providerField": "rows always have it",
     "store.synchronous": "as store_synchronous",
+    "tools.exec.timeoutSec": "as timeout_seconds",
+    "agents.list.[].tools.exec.timeoutSec": "as timeout_seconds",
     "tools.fs.workspaceOnly": "file tools always stay inside; only false is warned about",
 }
 
@@ -854,7 +858,7 @@ def test_config_of_a_related_gateway_loads_with_a_warning_for_each_foreign_part(
     named = {match[1] for text in warnings if (match := re.match(r"'([^']+)' belongs to a feature", text))}
     assert {"messages", "agents.list[0].heartbeat", "models.providers.p.authHeader", "gateway.mode"} <= named
     assert "models.providers.p.models[0].compat" in named
-    assert len(named) == 25
+    assert len(named) == 23
     assert len(warnings) == len(named)
     assert config.agents.defaults.workspace == "~/w"
     assert raw == pyjson5.decode(RELATED)

@@ -323,6 +323,9 @@ async def test_every_row_is_there_and_numbers_go_on_behind_those_that_were_given
         " VALUES ('a1', 'r1:c', 'r1', 1, 'agent:main:main', 'main', 'pay', '{}', 'b', '{}', 'pending', 1, 2)",
         "INSERT INTO approval_grants (id, agent_id, tool, digest, subject, decided_by, created_at)"
         " VALUES ('g1', 'main', 'pay', 'd', '{}', 'owner', 1)",
+        "INSERT INTO exec_commands (key, id, session, session_key, agent_id, sandboxed, run_id, host, owner, backend,"
+        " command, workdir, timeout_seconds, state, created_at)"
+        " VALUES ('r:c', 'c1', 1, 'agent:main:main', 'main', 0, 'r', 'h', 'o', 'gateway', 'ls', '', 5, 'lost', 1)",
     )
     before = rows_of(database)
     content = digest(database)

@@ -46,7 +46,13 @@ from antiphon.state_access import create_operations, open_operations_readonly
 from antiphon.store import CommitPhase, Store
 from antiphon.store.factory import open_store
 from antiphon.store.statedir import StateDir
-from antiphon.tools import create_chat_tools, create_session_tools, create_work_tools
+from antiphon.tools import (
+    create_chat_tools,
+    create_command_launcher,
+    create_command_tools,
+    create_session_tools,
+    create_work_tools,
+)
 from antiphon.transfers.mirror import TranscriptMirror, remove_mark
 from antiphon.workspace.bootstrap import BootstrapReader
 
@@ -79,6 +85,8 @@ class App(msgspec.Struct, frozen=True):
     """Publishes the address of this replica to the others."""
     preload_libraries: Callable[[], None]
     """Imports the configured providers' libraries in the background (`RuntimeRegistry.preload_libraries`)."""
+    examine_commands: Callable[[], None]
+    """Finds out in the background which agents can run commands (`CommandLauncher.begin_examination`)."""
     store: Store
 
     @property
@@ -108,12 +116,14 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
         ):
             clock = options.get("clock") or store.clock
             toolbox, session_resolver = Toolbox(), SessionResolver(config)
+            launcher = create_command_launcher(config, home.path)
             load_run_setup = _RunSetupLoader(
                 config,
                 runtimes,
                 SessionIdentityResolver(config, session_resolver, toolbox),
                 await store.tx(framing.load_installation_secret),
                 BootstrapReader(home.path),
+                launcher.wait_until_examined,
             )
             engine = _build_engine(config, store, coordination, load_run_setup, session_resolver, options)
             scheduler = Scheduler(
@@ -138,8 +148,19 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 scheduler=scheduler,
             )
             create_tools = options.get("tools")
+            command_tools = create_command_tools(
+                config,
+                launcher,
+                store,
+                coordination.bus,
+                clock,
+                home.path,
+                owner=engine.owner,
+                apply_effects=engine.worker.apply_effects,
+            )
             for tool in [
                 *create_work_tools(config, store, clock, home.path),
+                *command_tools.tools,
                 *create_session_tools(operations),
                 *create_chat_tools(operations, config),
                 *(create_tools(operations) if create_tools else ()),
@@ -147,7 +168,13 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 toolbox.add(tool)
             for tool in await _load_configured_tools(config, toolbox.names):
                 toolbox.add(tool)
-            async with _run_mirror(mirror, home), _run_engine(engine, scheduler, coordination.drain_seconds):
+            async with (
+                aclosing(launcher),
+                aclosing(command_tools.commands),
+                _run_mirror(mirror, home),
+                _run_engine(engine, scheduler, coordination.drain_seconds),
+            ):
+                await command_tools.commands.start()
                 yield App(
                     operations=operations,
                     toolbox=toolbox,
@@ -156,6 +183,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                     clock=clock,
                     publish_address=engine.supervisor.publish_address,
                     preload_libraries=runtimes.preload_libraries,
+                    examine_commands=launcher.begin_examination,
                     store=store,
                 )
 
@@ -249,9 +277,11 @@ class _RunSetupLoader:
         identities: SessionIdentityResolver,
         secret: bytes,
         bootstrap: BootstrapReader,
+        wait_until_examined: Callable[[], Awaitable[None]],
     ) -> None:
         self._secret = secret
         self._bootstrap = bootstrap
+        self._wait_until_examined = wait_until_examined
         self._runtimes = runtimes
         self._agents = {agent_id: config.get_agent(agent_id) for agent_id in config.agent_ids}
         self._identities = identities
@@ -274,6 +304,7 @@ class _RunSetupLoader:
             runtime = ConcurrencyLimitedRuntime(
                 runtime, self._get_subagent_slots(spec.provider if spec else None)
             )
+        await self._wait_until_examined()
         identity = self._identities.resolve(
             agent.id,
             claim.session_key,

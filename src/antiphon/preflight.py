@@ -31,7 +31,13 @@ from antiphon.runtimes.model import ModelRuntime, open_reader
 from antiphon.runtimes.registry import RuntimeRegistry
 from antiphon.runtimes.retry import RetryPolicy
 from antiphon.store import Script
-from antiphon.tools import create_chat_tools, create_session_tools, create_work_tools
+from antiphon.tools import (
+    create_chat_tools,
+    create_command_launcher,
+    create_command_tools,
+    create_session_tools,
+    create_work_tools,
+)
 from antiphon.tools.python_tools import load_python_tools
 
 P = ParamSpec("P")
@@ -133,7 +139,11 @@ def build_toolbox(config: Config, python_tools: Sequence[Tool]) -> Toolbox:
     )
     work_tools = create_work_tools(config, _NoStore(), SystemClock(), Path())
     chat_tools = create_chat_tools(operations, config)
-    for tool in (*work_tools, *create_session_tools(operations), *chat_tools, *python_tools):
+    launcher = create_command_launcher(config, Path())
+    command_tools = create_command_tools(
+        config, launcher, _NoStore(), LocalBus(), SystemClock(), Path()
+    ).tools
+    for tool in (*work_tools, *command_tools, *create_session_tools(operations), *chat_tools, *python_tools):
         toolbox.add(tool)
     return toolbox
 

@@ -151,6 +151,16 @@ UPGRADES = [
             " VALUES ('g1', 'main', 'pay', 'd', '{}', 1)",
         ],
     ),
+    Upgrade(
+        19,
+        [],
+        {"SELECT count(*) FROM exec_commands": [(0,)]},
+        [
+            "INSERT INTO exec_commands (key, id, session, session_key, agent_id, sandboxed, run_id, host, owner,"
+            " backend, command, workdir, timeout_seconds, state, created_at)"
+            " VALUES ('r:c', 'c1', 1, 'agent:main:main', 'main', 0, 'r', 'h', 'o', 'gateway', 'ls', '', 5, 'lost', 1)",
+        ],
+    ),
 ]
 RELEASED_SCHEMA = 8
 

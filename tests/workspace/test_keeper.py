@@ -80,8 +80,8 @@ async def until_gone(marker: str) -> None:
 async def test_exit_code_and_output_are_told(client: KeeperClient, tmp_path: Path) -> None:
     status = await client.start("a", shell("echo out; echo err >&2; exit 7", tmp_path), wait_seconds=10)
     assert (status.state, status.exit_code, status.signal, status.output_bytes) == ("ended", 7, None, 8)
-    assert await client.read("a", 0, 100) == b"out\nerr\n"
-    assert await client.read("a", 4, 2) == b"er"
+    assert (await client.read("a", 0, 100)).data == b"out\nerr\n"
+    assert (await client.read("a", 4, 2)).data == b"er"
 
 
 async def test_a_key_runs_once(client: KeeperClient, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ async def test_the_environment_is_made_and_not_inherited(
 ) -> None:
     monkeypatch.setenv("CANARY_KEY", "canary-secret")
     await client.start("env", shell("env; tr '\\0' '\\n' < /proc/$PPID/environ", tmp_path), wait_seconds=10)
-    output = await client.read("env", 0, 10_000)
+    output = (await client.read("env", 0, 10_000)).data
     assert b"PATH=/usr/bin:/bin" in output
     assert b"canary-secret" not in output
 
@@ -105,7 +105,7 @@ async def test_a_foreground_command_reads_the_end_of_its_input(client: KeeperCli
     status = await client.start("cat", shell("cat; echo done", tmp_path), wait_seconds=10)
     assert status.exit_code == 0
     with pytest.raises(InvalidInput, match="does not run"):
-        await client.write("cat", b"late", eof=False)
+        await client.write("cat", "w1", b"late", eof=False)
 
 
 @pytest.mark.parametrize("pty", [False, True])
@@ -115,11 +115,11 @@ async def test_a_background_command_can_be_written_to(
     script = 'read line; echo "got $line"; cat > rest'
     status = await client.start("in", shell(script, tmp_path, stdin=True, pty=pty), wait_seconds=0)
     assert status.state == "running"
-    await client.write("in", b"hello\n", eof=False)
-    await client.write("in", b"more\n", eof=True)
+    await client.write("in", "w1", b"hello\n", eof=False)
+    await client.write("in", "w2", b"more\n", eof=True)
     status = await client.wait("in", 10)
     assert status.exit_code == 0
-    assert b"got hello" in await client.read("in", 0, 1000)
+    assert b"got hello" in (await client.read("in", 0, 1000)).data
     assert (tmp_path / "rest").read_text() == "more\n"
 
 
@@ -130,7 +130,7 @@ async def test_a_process_that_holds_the_pipe_does_not_delay_the_end(
     status = await client.start("bg", shell("sleep 61 & echo started", tmp_path), wait_seconds=20)
     assert status.exit_code == 0
     assert time.monotonic() - began < 5
-    assert await client.read("bg", 0, 100) == b"started\n"
+    assert (await client.read("bg", 0, 100)).data == b"started\n"
 
 
 async def test_a_timeout_ends_the_whole_tree(client: KeeperClient, tmp_path: Path) -> None:
@@ -158,13 +158,15 @@ async def test_output_keeps_its_beginning_and_its_end(client: KeeperClient, tmp_
     script = "echo first; head -c 30000000 /dev/zero | tr '\\0' x; echo; echo last"
     status = await client.start("large", shell(script, tmp_path), wait_seconds=60)
     assert status.output_bytes == 30_000_012
-    assert await client.read("large", 0, 6) == b"first\n"
+    assert (await client.read("large", 0, 6)).data == b"first\n"
     kept = sum(file.stat().st_size for file in (tmp_path / "keeper" / "jobs").glob("*/output*"))
     assert kept < 11 * 1024 * 1024
-    end = await client.read("large", kept - 200, 200)
-    assert end.endswith(b"x\nlast\n")
-    middle = next((tmp_path / "keeper" / "jobs").glob("*/output")).read_bytes()
-    assert b"bytes left out" in middle
+    assert (await client.read("large", status.output_bytes - 200, 200)).data.endswith(b"x\nlast\n")
+    before = await client.read("large", keeper.HEAD_BYTES - 10, 100)
+    assert before == (keeper.HEAD_BYTES - 10, b"x" * 10), "a part ends where what is not kept begins"
+    after = await client.read("large", keeper.HEAD_BYTES, 100)
+    assert after.offset > 20_000_000
+    assert after.data == b"x" * 100
 
 
 async def test_a_command_that_cannot_start_has_failed(client: KeeperClient, tmp_path: Path) -> None:
@@ -205,7 +207,7 @@ async def test_a_job_survives_the_gateway_and_its_result_is_adopted(
     spec = shell(script, tmp_path)
     status = await client.start("job", spec, wait_seconds=20)
     assert (status.state, status.exit_code) == ("ended", 7)
-    assert await client.read("job", 0, 100) == b"all of it\n"
+    assert (await client.read("job", 0, 100)).data == b"all of it\n"
     assert (tmp_path / "effect").read_text() == "begun\n"
 
 
@@ -216,7 +218,7 @@ async def test_a_killed_keeper_loses_its_jobs_and_leaves_no_process(
     await client.start("job", shell(script, tmp_path), wait_seconds=0)
 
     async def has_begun() -> bool:
-        return len(find_marked("sleep 363")) >= 2 and bool(await client.read("job", 0, 10))
+        return len(find_marked("sleep 363")) >= 2 and bool((await client.read("job", 0, 10)).data)
 
     await until(has_begun)
     process = find_keeper(tmp_path)
@@ -225,7 +227,7 @@ async def test_a_killed_keeper_loses_its_jobs_and_leaves_no_process(
     process.wait(10)
     status: CommandStatus = await client.start("job", shell(script, tmp_path), wait_seconds=20)
     assert status.state == "lost"
-    assert await client.read("job", 0, 100) == b"begun\n"
+    assert (await client.read("job", 0, 100)).data == b"begun\n"
     await until_gone("sleep 363")
 
 

@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 EVERY_SESSION_TOPIC = "session.*"  # the topics of all sessions
+COMMANDS_TOPIC = "commands"  # `CommandStopRequested`, for the hosts of commands
 SESSION_CHANGES_TOPIC = "sessions"  # `SessionChanged`: a session was created, changed or removed
 
 
@@ -137,6 +138,13 @@ class StopRequested(_Event, tag="stop", frozen=True):
     run_id: str
 
 
+class CommandStopRequested(_Event, tag="commandStop", frozen=True):
+    """A request to end the processes of this command was committed."""
+
+    key: str
+    host: str
+
+
 class SessionChanged(_Event, tag="session", frozen=True):
     """A session changed in something other than its entries.
 
@@ -162,6 +170,7 @@ Event: TypeAlias = (
     | Delivered
     | ApprovalChanged
     | StopRequested
+    | CommandStopRequested
     | SessionChanged
     | Gap
 )

@@ -6,6 +6,7 @@ This package decides nothing about sessions, and importing it has no side effect
 
 from antiphon.config.agents import (
     AgentConfig,
+    ExecSettings,
     ModelChoice,
     RuntimeConfig,
     SandboxConfig,
@@ -37,6 +38,7 @@ __all__ = [
     "AgentConfig",
     "Config",
     "ConfiguredThinkingLevel",
+    "ExecSettings",
     "FoundModel",
     "LoadedConfig",
     "ModelChoice",

@@ -24,6 +24,7 @@ from antiphon.config.base import (
 from antiphon.config.compat import ToolNames
 from antiphon.config.sandbox import EntrySandbox, SandboxConfig, merge_sandbox
 from antiphon.config.sections import (
+    ExecConfig,
     ProviderToolLists,
     SandboxToolLists,
     ToolLists,
@@ -109,6 +110,7 @@ class EntryTools(Section):
     """Tools of one agent, within what the top-level `tools` permits."""
 
     sessions: EntrySessionTools = Field(default_factory=EntrySessionTools.model_construct)
+    exec: ExecConfig = Field(default_factory=ExecConfig.model_construct)
     profile: ToolProfile | None = Field(default=None, description="Instead of `tools.profile`.")
     allow: ToolNames | None = None
     also_allow: ToolNames = Field(default=(), description="Added to the profile and to the agent's `allow`.")
@@ -209,6 +211,28 @@ class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
     selection: ToolSelection
 
 
+DEFAULT_BACKGROUND_MS = 10_000
+DEFAULT_COMMAND_TIMEOUT_SECONDS = 1800
+DEFAULT_CLEANUP_MS = 1_800_000
+
+
+class ExecSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How an agent's commands run, with all levels merged and the defaults of the host filled in."""
+
+    host: Literal["sandbox", "gateway", "node"]
+    security: Literal["deny", "allowlist", "full"]
+    ask: Literal["off", "on-miss", "always"]
+    allowlist: tuple[str, ...]
+    safe_bins: tuple[str, ...] | None
+    safe_bin_trusted_dirs: tuple[str, ...] | None
+    background_ms: int
+    timeout_seconds: int
+    cleanup_ms: int
+    notify_on_exit: bool
+    notify_on_exit_empty_success: bool
+    path_prepend: tuple[str, ...]
+
+
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One agent with the defaults filled in."""
 
@@ -227,6 +251,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     subagents: SubagentsConfig
     sandbox: SandboxConfig
     tools: ToolRules
+    exec: ExecSettings
     bootstrap_max_chars: int
     bootstrap_total_max_chars: int
 
@@ -249,8 +274,29 @@ def merge_agent(entry: AgentEntry, path: str, defaults: AgentDefaults, tools: To
         subagents=_apply_overrides(defaults.subagents, entry.subagents),
         sandbox=merge_sandbox(defaults.sandbox, entry.sandbox),
         tools=_merge_tool_rules(entry.tools, f"{path}.tools", tools),
+        exec=merge_exec_settings(entry.tools.exec, tools.exec),
         bootstrap_max_chars=entry.bootstrap_max_chars or defaults.bootstrap_max_chars,
         bootstrap_total_max_chars=entry.bootstrap_total_max_chars or defaults.bootstrap_total_max_chars,
+    )
+
+
+def merge_exec_settings(own: ExecConfig, general: ExecConfig) -> ExecSettings:
+    """Return the settings for commands; an agent's own keys win."""
+    merged = _apply_overrides(general, own)
+    host = merged.host or "sandbox"
+    return ExecSettings(
+        host=host,
+        security=merged.security or ("full" if host == "sandbox" else "deny"),
+        ask=merged.ask or ("off" if host == "sandbox" else "on-miss"),
+        allowlist=merged.allowlist or (),
+        safe_bins=merged.safe_bins,
+        safe_bin_trusted_dirs=merged.safe_bin_trusted_dirs,
+        background_ms=DEFAULT_BACKGROUND_MS if merged.background_ms is None else merged.background_ms,
+        timeout_seconds=merged.timeout_sec or DEFAULT_COMMAND_TIMEOUT_SECONDS,
+        cleanup_ms=DEFAULT_CLEANUP_MS if merged.cleanup_ms is None else merged.cleanup_ms,
+        notify_on_exit=merged.notify_on_exit is not False,
+        notify_on_exit_empty_success=merged.notify_on_exit_empty_success is not False,
+        path_prepend=merged.path_prepend or (),
     )
 
 
@@ -300,8 +346,14 @@ def _build_tool_scope(path: str, tools: ToolsConfig | EntryTools) -> ToolScope:
 def _build_tool_level(
     path: str, lists: ToolLists | ToolsConfig | EntryTools, profile: ToolProfile | None = None
 ) -> ToolLevel:
+    patch = None if isinstance(lists, ToolLists) else lists.exec.apply_patch
+    denied_patch = ("apply_patch",) if patch is not None and patch.enabled is False else ()
     return ToolLevel(
-        path=path, profile=profile, allow=lists.allow, also_allow=lists.also_allow, deny=lists.deny
+        path=path,
+        profile=profile,
+        allow=lists.allow,
+        also_allow=lists.also_allow,
+        deny=(*lists.deny, *denied_patch),
     )
 
 

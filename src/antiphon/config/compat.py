@@ -22,7 +22,8 @@ ToolNames = Annotated[tuple[str, ...], Strict(False), AfterValidator(expand_tool
 
 
 _SANDBOX_KEYS = "browser docker network perSession prune ssh"
-_TOOL_KEYS = "codeMode elevated exec loopDetection message swarm toolsBySender"
+_TOOL_KEYS = "codeMode elevated loopDetection message swarm toolsBySender"
+_EXEC_KEYS = "approvalRunningNoticeMs commandHighlighting mode node reviewer safeBinProfiles strictInlineEval"
 _ENDPOINT_KEYS = "files images maxBodyBytes maxImageParts maxTotalImageBytes maxUrlParts"
 _AGENT_KEYS = (
     "contextInjection contextLimits contextTokens"
@@ -60,6 +61,8 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
         "agents.list.[].tools": f"{_TOOL_KEYS} fs",
         "tools": f"{_TOOL_KEYS} links media toolSearch",
         "tools.web.search": "exa firecrawl gemini grok kimi openaiCodex perplexity tavily",
+        "tools.exec": _EXEC_KEYS,
+        "agents.list.[].tools.exec": _EXEC_KEYS,
         "tools.web.fetch": "cacheTtlMinutes firecrawl maxCharsCap provider readability",
         "models": "bedrockDiscovery pricing proxy",
         "models.providers.*": "auth authHeader injectNumCtxForOpenAICompat request",
@@ -85,6 +88,8 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
 
 _FALLBACKS_ADVICE = "a failed request is retried with the same model only. Set the model to use as 'primary'."
 _DELEGATION_ADVICE = "the agent decides when to delegate. Describe your preference in its 'instructions'."
+_PATCH_MODELS_ADVICE = "the tool does not depend on the model. Use 'tools.deny' of an agent."
+_PATCH_PLACE_ADVICE = "patches always stay inside the workspace. Remove it."
 _CONTROL_UI_ADVICE = (
     "this release serves no web interface. To use one from elsewhere, add its origin to"
     " 'gateway.controlUi.allowedOrigins'."
@@ -108,6 +113,10 @@ UNUSED_KEYS: dict[str, str] = {
     "agents.list.[].model.fallbacks": _FALLBACKS_ADVICE,
     "agents.list.[].subagents.model.fallbacks": _FALLBACKS_ADVICE,
     "agents.list.[].subagents.delegationMode": _DELEGATION_ADVICE,
+    "tools.exec.applyPatch.allowModels": _PATCH_MODELS_ADVICE,
+    "tools.exec.applyPatch.workspaceOnly": _PATCH_PLACE_ADVICE,
+    "agents.list.[].tools.exec.applyPatch.allowModels": _PATCH_MODELS_ADVICE,
+    "agents.list.[].tools.exec.applyPatch.workspaceOnly": _PATCH_PLACE_ADVICE,
     "agents.list.[].identity.avatar": "clients do not show pictures. Use 'identity.emoji'.",
     "models.providers.*.models.[].reasoning": (
         "the capabilities of a model are derived from its name. Use an agent's 'thinkingDefault' to enable thinking."

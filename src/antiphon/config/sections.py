@@ -326,6 +326,73 @@ class WebTools(Section):
     fetch: WebFetchConfig = Field(default_factory=WebFetchConfig.model_construct)
 
 
+def _normalize_exec_host(value: object) -> object:
+    return "sandbox" if value == "auto" else value
+
+
+ExecHost = Annotated[
+    Literal["sandbox", "gateway", "node"],
+    BeforeValidator(_normalize_exec_host, Literal["sandbox", "gateway", "node", "auto"]),
+]
+
+
+class ApplyPatchConfig(Section):
+    """The `apply_patch` tool, where related gateways configure it."""
+
+    enabled: bool | None = Field(default=None, description="`false` denies the tool.")
+    workspace_only: bool | None = None
+    allow_models: Strings | None = None
+
+
+class ExecConfig(Section):
+    """The tools `exec` and `process`: commands of agents."""
+
+    host: ExecHost | None = Field(
+        default=None,
+        description="Where commands run: `sandbox` (default), or `gateway`, which is this machine without protection.",
+    )
+    security: Literal["deny", "allowlist", "full"] | None = Field(
+        default=None,
+        description="Which commands may run: none, those of `allowlist` and `safeBins`, or all. Default in the sandbox:"
+        " `full`. Required for the host `gateway`.",
+    )
+    ask: Literal["off", "on-miss", "always"] | None = Field(
+        default=None,
+        description="Whether a person is asked: never, for commands that are not listed, or for all. Default: `off` in"
+        " the sandbox, otherwise `on-miss`.",
+    )
+    allowlist: Strings | None = Field(
+        default=None,
+        description="Programs that may run, by name or absolute path; `*` matches any text.",
+    )
+    safe_bins: Strings | None = Field(
+        default=None,
+        description="Programs that may run as long as they are given no file. Default: jq, cut, uniq, head, tail, tr,"
+        " wc.",
+    )
+    safe_bin_trusted_dirs: Strings | None = Field(
+        default=None, description="Directories of these programs. Default: /bin, /usr/bin."
+    )
+    background_ms: Amount | None = Field(
+        default=None,
+        description="How long `exec` waits before the command goes on in the background. Default: 10000.",
+    )
+    timeout_sec: Count | None = Field(
+        default=None, description="Maximum duration of a command. Default: 1800."
+    )
+    cleanup_ms: Amount | None = Field(
+        default=None, description="How long the whole output is kept after the end. Default: 1800000."
+    )
+    notify_on_exit: bool | None = Field(
+        default=None, description="Whether the end of a background command wakes its session. Default: true."
+    )
+    notify_on_exit_empty_success: bool | None = Field(
+        default=None, description="Also if it succeeded without output. Default: true."
+    )
+    path_prepend: Strings | None = Field(default=None, description="Directories to put in front of PATH.")
+    apply_patch: ApplyPatchConfig | None = None
+
+
 class ApprovalsConfig(Section):
     """Tool calls that a person must allow."""
 
@@ -347,6 +414,7 @@ class ToolsConfig(Section):
     sandbox: SandboxToolLists = Field(default_factory=SandboxToolLists.model_construct)
     fs: FileTools = Field(default_factory=FileTools.model_construct)
     web: WebTools = Field(default_factory=WebTools.model_construct)
+    exec: ExecConfig = Field(default_factory=ExecConfig.model_construct)
     approvals: ApprovalsConfig = Field(default_factory=ApprovalsConfig.model_construct)
     profile: ToolProfile | None = Field(
         default=None, description=f"Which built-in tools agents have. Default: {DEFAULT_TOOL_PROFILE}."

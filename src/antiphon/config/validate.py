@@ -43,6 +43,7 @@ def find_contradictions(config: Config) -> list[Problem]:
         *_check_hooks(config),
         *_check_addresses(config),
         *_check_send_rules(config),
+        *_check_exec(config),
     ]
 
 
@@ -66,6 +67,7 @@ def find_warnings(config: Config) -> Iterator[str]:
             f"'tools.web.search.provider' is {provider!r}, which is not supported, so 'web_search' is not offered."
             " Use 'brave' or 'searxng'."
         )
+    yield from _warn_exec(config)
     yield from _warn_agents_out_of_sight(config)
     yield from _warn_reach_without_effect(config)
     yield from _warn_never_idle(config)
@@ -278,6 +280,39 @@ def _check_send_rules(config: Config) -> Iterator[Problem]:
             path = f"session.sendPolicy.rules[{index}].match"
             what = f"'channel' and 'surface' of {path!r} are two names for the same thing but differ."
             yield Problem(f"{path}.surface", what, "Keep 'channel'.")
+
+
+def _check_exec(config: Config) -> Iterator[Problem]:
+    """Commands on this machine must be wanted: nothing of what they may do is a default."""
+    levels = [("tools.exec", config.tools.exec)]
+    levels += [
+        (f"agents.list[{n}].tools.exec", agent.tools.exec) for n, agent in enumerate(config.agents.list)
+    ]
+    for path, own in levels:
+        host, security = own.host or config.tools.exec.host, own.security or config.tools.exec.security
+        if host == "gateway" and security is None and (own.host is not None or path == "tools.exec"):
+            yield Problem(
+                f"{path}.security",
+                f"{path + '.host'!r} is 'gateway', so commands run on this machine without protection, but"
+                f" {path + '.security'!r} is not set.",
+                "Set it to 'allowlist' or 'full', or use the host 'sandbox'.",
+            )
+
+
+def _warn_exec(config: Config) -> Iterator[str]:
+    """Warnings for hosts that do not exist here, and for commands on this machine that nobody is asked about."""
+    for agent_id in config.agent_ids:
+        settings = config.get_agent(agent_id).exec
+        if settings.host == "node":
+            yield (
+                f"'tools.exec.host' of the agent {agent_id!r} is 'node', which does not exist here, so the agent has no"
+                " commands. Use 'sandbox' or 'gateway'."
+            )
+        if settings.host == "gateway" and settings.security == "full" and settings.ask == "off":
+            yield (
+                f"The agent {agent_id!r} runs every command on this machine unasked ('tools.exec'). Set 'ask' to"
+                " 'on-miss', or 'host' to 'sandbox'."
+            )
 
 
 def _list_shared_channels(config: Config) -> list[str]:

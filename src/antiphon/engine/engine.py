@@ -46,7 +46,7 @@ class Engine:
         events = EventPublisher(bus)
         self._lanes = lanes
         self._outbox = outbox
-        self._owner = replica.id
+        self.owner = replica.id
         self.worker = Worker(
             store=store,
             lanes=lanes,
@@ -80,7 +80,7 @@ class Engine:
         background = [
             *self.supervisor.build_periodic_tasks(),
             self.worker.listen_for_stops(),
-            self._outbox.run(self._owner),
+            self._outbox.run(self.owner),
         ]
         self._background_tasks = [asyncio.create_task(task) for task in background]
 

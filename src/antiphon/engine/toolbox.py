@@ -27,6 +27,8 @@ class ToolRequest(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     call_id: str
     arguments: Mapping[str, Any]
+    tool_names: Set[str] = frozenset()
+    """The tools that the session may use."""
 
     @property
     def key(self) -> str:
@@ -72,6 +74,8 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a person must allow each call before it runs."""
     needs_approval: Callable[[ToolRequest], Awaitable[ApprovalQuestion | None]] | None = None
     """Returns what a person is asked before this call runs, or None if it runs unasked."""
+    aliases: tuple[str, ...] = ()
+    """Other names under which models call it. They are not offered."""
     fit: Callable[[str], ToolSpec] | None = None
     """Returns the spec for an agent id, with the choices that this agent has."""
     unavailable: Callable[[str], str | None] | None = None

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from antiphon.bus import EventBus, Gap, StopRequested, session_topic
+from antiphon.bus import COMMANDS_TOPIC, CommandStopRequested, EventBus, Gap, StopRequested, session_topic
 from antiphon.clock import Clock
 from antiphon.engine.events import EventPublisher
 from antiphon.engine.outbox.sender import Outbox
@@ -168,6 +168,8 @@ class Worker:
                     await self.dispatch_accepted_run(item)
                 case StopRequested():
                     self._bus.publish(STOP_TOPIC, item)
+                case CommandStopRequested():
+                    self._bus.publish(COMMANDS_TOPIC, item)
                 case ExpiredApproval():
                     approval_rows.publish_approval(self._bus, item.session, item.event)
         if effects.has_deliveries:

@@ -148,6 +148,7 @@ async def _run_server(
         )
         await gateway.app.publish_address(url)
         gateway.app.preload_libraries()
+        gateway.app.examine_commands()
         yield ListeningGateway(url, gateway, hub, task)
     finally:
         with suppress(OSError):

@@ -28,6 +28,7 @@ from antiphon.gateway.http.responses import ErrorInfo, ErrorResponse, build_json
 from antiphon.gateway.state import GatewayState
 from antiphon.operations.sessions import ActingSession
 from antiphon.operations.types import MAX_REPLY_TIMEOUT_SECONDS
+from antiphon.tool_selection import TOOL_ALIASES
 from antiphon.tools._adapter import render_refusal
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ async def invoke_tool(
     """Invoke a tool. With the same idempotency `key`, a built-in tool takes effect only once, ever."""
     access.require_scope(caller, "send")
     name = invocation.tool or invocation.name or ""
+    name = TOOL_ALIASES.get(name.lower(), name)
     if not name:
         raise InvalidInput("'tool' is missing.", "Set it to the name of a tool.", field="tool")
     _find_offered_tool(gateway, name, gateway.app.toolbox.tools)  # before a session is created
@@ -74,6 +76,7 @@ async def invoke_tool(
         run_id=f"http:{acting.session.key}",
         call_id=key or uuid.uuid4().hex,
         arguments=_build_arguments(tool, invocation),
+        tool_names=acting.actor.tools.keys(),
     )
     if invocation.dry_run:
         text = f"Tool {name!r} is available; it was not invoked."

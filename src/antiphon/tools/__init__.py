@@ -6,20 +6,26 @@ prompt.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from antiphon.bus import EventBus
 from antiphon.clock import Clock
+from antiphon.engine.runs.effects import Effects
 from antiphon.engine.toolbox import Tool
 from antiphon.operations.operations import Operations
 from antiphon.store import Store
+from antiphon.tools._command_results import CommandNotices
 from antiphon.tools.agents_list import agents_list
 from antiphon.tools.apply_patch import apply_patch
 from antiphon.tools.cron import cron
 from antiphon.tools.edit import edit
+from antiphon.tools.exec import create_exec_tool
 from antiphon.tools.memory_get import memory_get
 from antiphon.tools.memory_search import memory_search
 from antiphon.tools.message import message
+from antiphon.tools.process import create_process_tool
 from antiphon.tools.read import read
 from antiphon.tools.session_status import session_status
 from antiphon.tools.sessions_history import sessions_history
@@ -32,9 +38,12 @@ from antiphon.tools.subagents import subagents
 from antiphon.tools.web_fetch import web_fetch
 from antiphon.tools.web_search import web_search
 from antiphon.tools.write import write
+from antiphon.workspace.command_launch import CommandLauncher
+from antiphon.workspace.commands import Commands
 from antiphon.workspace.files import WorkspaceFiles
 from antiphon.workspace.locations import SessionWorkspaceLocator
 from antiphon.workspace.memory import WorkspaceMemory
+from antiphon.workspace.sandbox import Sandboxes
 from antiphon.workspace.web import FetchLimits, WebClient
 from antiphon.workspace.web_search import WebSearch
 
@@ -42,7 +51,10 @@ if TYPE_CHECKING:
     from antiphon.config import Config
 
 __all__ = [
+    "CommandTools",
     "create_chat_tools",
+    "create_command_launcher",
+    "create_command_tools",
     "create_file_tools",
     "create_memory_tools",
     "create_session_tools",
@@ -78,6 +90,43 @@ def create_work_tools(config: Config, store: Store, clock: Clock, state_dir: Pat
         *create_memory_tools(WorkspaceMemory(locate)),
         *create_web_tools(config, clock),
     ]
+
+
+class CommandTools(NamedTuple):
+    """The tools for commands, and what looks after the commands."""
+
+    commands: Commands
+    tools: list[Tool]
+
+
+def create_command_launcher(config: Config, state_dir: Path) -> CommandLauncher:
+    return CommandLauncher(config, SessionWorkspaceLocator(config, state_dir), Sandboxes(config, state_dir))
+
+
+def create_command_tools(
+    config: Config,
+    launcher: CommandLauncher,
+    store: Store,
+    bus: EventBus,
+    clock: Clock,
+    state_dir: Path,
+    *,
+    owner: str = "",
+    apply_effects: Callable[[Effects], Awaitable[None]] | None = None,
+) -> CommandTools:
+    """Create the tools with which agents run commands. Without `apply_effects`, nothing is woken."""
+    commands = Commands(
+        store=store,
+        bus=bus,
+        clock=clock,
+        state_dir=state_dir,
+        files=WorkspaceFiles(store, clock, SessionWorkspaceLocator(config, state_dir)),
+        build_notice=CommandNotices(config, clock),
+        owner=owner,
+        apply_effects=apply_effects,
+    )
+    tools = [create_exec_tool(commands, launcher, clock), create_process_tool(commands, launcher, clock)]
+    return CommandTools(commands, tools)
 
 
 def create_file_tools(files: WorkspaceFiles) -> list[Tool]:

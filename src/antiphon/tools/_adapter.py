@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -49,6 +49,7 @@ def build_tool(
     run: Callable[[ToolRequest, A], Awaitable[Any]],
     *,
     aliases: Mapping[str, str] | None = None,
+    ignored: Collection[str] = (),
     has_side_effects: bool = False,
     reaches_sessions: bool = True,
     ends_turn: bool = False,
@@ -57,12 +58,13 @@ def build_tool(
 ) -> Tool:
     """Build one of our own tools. Calls may be repeated after a crash: reads are harmless, actions are idempotent.
 
-    `aliases` are further names of arguments, as models know them from other programs. They are not in the schema.
+    `aliases` are further names of arguments, as models know them from other programs. They are not in the schema, and
+    neither are `ignored` ones, which other programs have and which mean nothing here.
     """
     spec = ToolSpec(name=name, description=description, parameters=build_schema(argument_type))
     return Tool(
         spec=spec,
-        invoke=_build_invoke(argument_type, run, aliases or {}),
+        invoke=_build_invoke(argument_type, run, aliases or {}, ignored),
         after_crash="settle",
         has_side_effects=has_side_effects,
         reaches_sessions=reaches_sessions,
@@ -74,11 +76,18 @@ def build_tool(
 
 
 def _build_invoke(
-    argument_type: type[A], run: Callable[[ToolRequest, A], Awaitable[Any]], aliases: Mapping[str, str]
+    argument_type: type[A],
+    run: Callable[[ToolRequest, A], Awaitable[Any]],
+    aliases: Mapping[str, str],
+    ignored: Collection[str],
 ) -> Callable[[ToolRequest], Awaitable[ToolOutput]]:
     async def invoke(call: ToolRequest) -> ToolOutput:
         try:
-            given = {aliases.get(name, name): value for name, value in call.arguments.items()}
+            given = {
+                aliases.get(name, name): value
+                for name, value in call.arguments.items()
+                if name not in ignored
+            }
             view = await run(call, parse_arguments(argument_type, given))
             return view if isinstance(view, ToolOutput) else render_view(view)
         except AntiphonError as error:

@@ -207,6 +207,22 @@ class WorkspaceDirectory:
         except NotFound:
             return None
 
+    def list_names(self, path: str) -> list[str]:
+        """Return the names in a directory, the oldest first; none if it does not exist."""
+        try:
+            with self._report_errors(path):
+                fd = self._open_directory(self.normalize(path))
+        except NotFound:
+            return []
+        try:
+            ages = {
+                name: os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime_ns
+                for name in os.listdir(fd)  # noqa: PTH208 - of a descriptor
+            }
+        finally:
+            os.close(fd)
+        return sorted(ages, key=lambda name: ages[name])
+
     def normalize(self, path: str) -> str:
         """Return the path relative to the directory, without `.` and `..`.
 

@@ -35,6 +35,8 @@ MAX_STORED_PATH_BYTES = 1024
 SCANNED_BYTES = 64 * 1024
 MAX_VERSIONS_PER_SESSION = 2000
 MAX_FILE_THREADS = 4
+OUTPUTS_DIRECTORY = ".antiphon/exec"
+MAX_KEPT_OUTPUTS = 20
 DELETED_VERSION = "deleted"  # in place of the hash of a file that is not there
 
 _SQL = Queries("file_versions")
@@ -147,6 +149,26 @@ class WorkspaceFiles:
             for each in patches
         ]
         return await self._change(caller, call, mount, steps)
+
+    async def keep_output(self, caller: Caller, name: str, text: str) -> str:
+        """Keep the whole output of a command where `read` can open it. Returns its path; the oldest ones go.
+
+        Raises:
+            Forbidden: the workspace is read-only.
+        """
+        path = f"{OUTPUTS_DIRECTORY}/{name}.txt"
+        mount, (inner,) = self._locate_writable(caller, [path])
+        folder = inner.rpartition("/")[0]
+        data = text.encode()
+
+        def keep(directory: WorkspaceDirectory) -> None:
+            names = directory.list_names(folder)
+            old = [] if len(names) < MAX_KEPT_OUTPUTS else names[: len(names) + 1 - MAX_KEPT_OUTPUTS]
+            changes = [_plan_replacement(directory, f"{folder}/{each}", None) for each in old]
+            directory.replace_files([_plan_replacement(directory, inner, data), *changes], MAX_READ_BYTES)
+
+        await self._work(mount, keep)
+        return path
 
     def _locate_writable(self, caller: Caller, paths: Sequence[str]) -> tuple[Mount, list[str]]:
         """Return the one directory that the paths are in, and the paths inside it."""

@@ -2,11 +2,14 @@
 
 One keeper serves a state directory. A job has a directory of its own, named after its key, which is on disk before the
 command starts: asked for again with the same key, a job that ended gives its result, one that runs is joined, and one
-whose keeper died is `lost`. No key ever starts twice.
+whose keeper died is `lost`. No key ever starts twice: a directory outlives its output until the client has acknowledged
+the result.
 
-    jobs/<digest of the key>/spec.json     written before the command starts
-                             output.*      the first and the last part of what it prints
-                             result.json   written when it has ended
+    jobs/<digest of the key>/spec.json      written before the command starts
+                             output.head    the first part of what it prints
+                             output.tail.N  the last parts, in files of equal size
+                             result.json    written when it has ended
+                             acknowledged   the client has stored the result and will not ask for this key again
 
 This file is a program by itself (`python -I keeper.py DIRECTORY`) and imports nothing but the standard library, so
 that it stays small. It knows nothing of sessions and sandboxes: the command line and the environment come from the
@@ -24,6 +27,7 @@ import hashlib
 import json
 import os
 import pty
+import resource
 import shutil
 import signal
 import socket
@@ -39,15 +43,20 @@ SOCKET_NAME, LOCK_NAME, JOBS_NAME = "keeper.sock", "keeper.lock", "jobs"
 JOB_VARIABLE = "ANTIPHON_JOB"  # in the environment of a command, to find processes that left its group
 
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
-MAX_CONNECTIONS = 256
 MAX_JOBS = 512
+MAX_CONNECTIONS = 2 * MAX_JOBS  # one may wait for each job
+OPEN_FILES = 8 * MAX_JOBS
 MAX_READ_BYTES = 256 * 1024  # of output in one answer
 MAX_INPUT_BYTES = 1024 * 1024  # waiting to be written to a command
 HEAD_BYTES = 5 * 1024 * 1024  # of output kept from the beginning
-TAIL_SEGMENT_BYTES = 2560 * 1024  # the end is kept in two files of this size, used in turn
+TAIL_SEGMENT_BYTES = 2560 * 1024  # the end is kept in the last two files of this size
 DRAIN_SECONDS = 0.2  # how long the output of an ended command is read while another process holds the pipe
-TERMINATE_GRACE_SECONDS = 1.0  # between SIGTERM and SIGKILL
+TERMINATE_GRACE_SECONDS = 0.5  # between SIGTERM and SIGKILL
+STOP_WAIT_SECONDS = 5.0  # how long a stop waits for the end
+MAX_KILL_ROUNDS = 20  # of a tree that starts processes while it is killed
+MAX_KEPT_WRITES = 1000  # ids of writes to one command, by which a repeated one is recognised
 SWEEP_SECONDS = 5.0
+UNACKNOWLEDGED_KEEP_SECONDS = 30 * 86_400.0
 IDLE_EXIT_SECONDS = 60.0  # without jobs and connections
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -65,63 +74,64 @@ class Output:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.total_bytes = 0
-        self._tail_bytes = 0
-        self._file = (folder / "output.head").open("ab", buffering=0)
         self._segment = 0
+        self._file = (folder / "output.head").open("ab", buffering=0)
 
     def append(self, data: bytes) -> None:
-        room = max(0, HEAD_BYTES - self.total_bytes)
-        self.total_bytes += len(data)
-        if room:
-            self._file.write(data[:room])
-            data = data[room:]
         while data:
-            if self._segment == 0 or self._tail_bytes >= TAIL_SEGMENT_BYTES:
-                self._begin_segment()
-            part = data[: TAIL_SEGMENT_BYTES - self._tail_bytes]
-            self._file.write(part)
-            self._tail_bytes += len(part)
-            data = data[len(part) :]
+            if self.total_bytes < HEAD_BYTES:
+                room = HEAD_BYTES - self.total_bytes
+            else:
+                segment, used = divmod(self.total_bytes - HEAD_BYTES, TAIL_SEGMENT_BYTES)
+                if segment + 1 != self._segment:
+                    self._begin_segment(segment + 1)
+                room = TAIL_SEGMENT_BYTES - used
+            self._file.write(data[:room])
+            self.total_bytes += len(data[:room])
+            data = data[room:]
 
-    def _begin_segment(self) -> None:
+    def _begin_segment(self, segment: int) -> None:
         self._file.close()
-        self._segment += 1
-        self._tail_bytes = 0
-        self._file = (self._folder / f"output.tail{self._segment % 2}").open("wb", buffering=0)
+        self._segment = segment
+        self._file = (self._folder / f"output.tail.{segment}").open("ab", buffering=0)
+        (self._folder / f"output.tail.{segment - 2}").unlink(missing_ok=True)
 
-    def finish(self) -> None:
-        """Join the parts into `output`, with a line that says how much is missing between them."""
+    def close(self) -> None:
         self._file.close()
-        head = self._folder / "output.head"
-        if self._segment:
-            names = [f"output.tail{n % 2}" for n in (self._segment - 1, self._segment) if n > 0]
-            tails = [self._folder / name for name in names]
-            kept = HEAD_BYTES + sum(tail.stat().st_size for tail in tails)
-            with head.open("ab") as whole:
-                if kept < self.total_bytes:
-                    whole.write(f"\n[… {self.total_bytes - kept} bytes left out …]\n".encode())
-                for tail in tails:
-                    with tail.open("rb") as file:
-                        shutil.copyfileobj(file, whole)
-                    tail.unlink()
-        head.rename(self._folder / "output")
 
 
-def read_output(folder: Path, offset: int, limit: int) -> bytes:
-    """Return a part of the kept output; of a job that is still running, its beginning and its newest part."""
-    names = ["output"] if (folder / "output").exists() else ["output.head", "output.tail0", "output.tail1"]
-    files = [folder / name for name in names if (folder / name).exists()]
-    if len(files) == 3:  # the tail that was begun last comes last
-        files[1:] = sorted(files[1:], key=lambda file: file.stat().st_mtime_ns)
-    data = b""
-    for file in files:
-        size = file.stat().st_size
-        if offset < size and len(data) < limit:
-            with file.open("rb") as opened:
-                opened.seek(offset)
-                data += opened.read(limit - len(data))
-        offset = max(0, offset - size)
-    return data
+def list_output_parts(folder: Path) -> list[tuple[int, Path]]:
+    """Return the kept parts of an output in order, each with its offset in all that was printed."""
+    parts = [(0, folder / "output.head")]
+    for path in folder.glob("output.tail.*"):
+        parts.append((HEAD_BYTES + (int(path.suffix[1:]) - 1) * TAIL_SEGMENT_BYTES, path))
+    return sorted(part for part in parts if part[1].exists())
+
+
+def measure_output(folder: Path) -> int:
+    """Return how many bytes were printed, kept or not."""
+    return max((offset + path.stat().st_size for offset, path in list_output_parts(folder)), default=0)
+
+
+def read_output(folder: Path, offset: int, limit: int) -> tuple[int, bytes]:
+    """Return kept output from `offset` on, and its true offset: what is not kept any more is skipped.
+
+    It ends where the next missing part begins.
+    """
+    start, data = offset, b""
+    for at, path in list_output_parts(folder):
+        end = at + path.stat().st_size
+        position = start + len(data)
+        if end <= position or len(data) >= limit:
+            continue
+        if at > position:
+            if data:
+                break
+            start = position = at
+        with path.open("rb") as file:
+            file.seek(position - at)
+            data += file.read(limit - len(data))
+    return start, data
 
 
 class RunningCommand:
@@ -141,8 +151,10 @@ class RunningCommand:
         self._input_fd: int | None = None
         self._input = bytearray()
         self._input_closed = False
+        self._write_ids: list[str] = []
         self._output_closed = asyncio.Event()
         self._timers: list[asyncio.TimerHandle] = []
+        self._processes: dict[int, bytes] = {}  # last seen, with their start times
 
     @property
     def pid(self) -> int | None:
@@ -179,17 +191,23 @@ class RunningCommand:
             self._timers.append(loop.call_later(seconds, self.stop, "timeout"))
 
     def _spawn(self, spec: Json, environment: dict[str, str], *, stdin: int, stdout: int) -> None:
-        self._process = (
-            subprocess.Popen(  # from the main thread: a sandbox dies with the thread that started it
-                spec["argv"],
+        files = {
+            name: open_memory_file(base64.b64decode(text)) for name, text in spec.get("files", {}).items()
+        }
+        try:  # from the main thread: a sandbox dies with the thread that started it
+            self._process = subprocess.Popen(
+                [str(files.get(word, word)) for word in spec["argv"]],
                 cwd=spec["cwd"],
                 env=environment,
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stdout,
+                pass_fds=list(files.values()),
                 start_new_session=True,
             )
-        )
+        finally:
+            for fd in files.values():
+                os.close(fd)
 
     def _read_output(self) -> None:
         assert self._output_fd is not None
@@ -211,11 +229,15 @@ class RunningCommand:
             self._output_fd = None
             self._output_closed.set()
 
-    def write_input(self, data: bytes, *, eof: bool) -> None:
+    def write_input(self, write_id: str, data: bytes, *, eof: bool) -> None:
+        """Write to the command once per id."""
+        if write_id in self._write_ids:
+            return
         if self._input_fd is None or self._input_closed:
             raise Refused("the input of this job is closed")
         if len(self._input) + len(data) > MAX_INPUT_BYTES:
             raise Refused("the command does not read its input; wait until it does")
+        self._write_ids = [*self._write_ids[-MAX_KEPT_WRITES:], write_id]
         self._input += data
         self._input_closed = eof
         self._flush_input()
@@ -253,15 +275,34 @@ class RunningCommand:
             self.stop_reason = reason
         self._signal_tree(signal.SIGTERM)
         loop = asyncio.get_running_loop()
-        self._timers.append(loop.call_later(TERMINATE_GRACE_SECONDS, self._signal_tree, signal.SIGKILL))
+        self._timers.append(loop.call_later(TERMINATE_GRACE_SECONDS, self._kill))
 
-    def _signal_tree(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.returncode is None:
+    def _kill(self) -> None:
+        self._signal_tree(
+            signal.SIGKILL
+        )  # repeated until it has ended: a process may have been started meanwhile
+        loop = asyncio.get_running_loop()
+        self._timers.append(loop.call_later(TERMINATE_GRACE_SECONDS, self._kill))
+
+    def _signal_tree(self, number: signal.Signals) -> bool:
+        """Signal every process of the command. False if none is left."""
+        is_running = self._process is not None and self._process.returncode is None
+        root = self._process.pid if self._process and is_running else None
+        self._processes = find_job_processes(self.id, root, self._processes)
+        if self._process is not None and is_running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
-        for pid in find_job_processes(self.id):
+        for pid in self._processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
+        return bool(self._processes)
+
+    async def _end_remaining_processes(self) -> None:
+        """End what the command leaves behind. Servers are to be started as commands of their own."""
+        for _ in range(MAX_KILL_ROUNDS):
+            if not self._signal_tree(signal.SIGKILL):
+                return
+            await asyncio.sleep(0.01)
 
     async def finish(self, status: int) -> Json:
         """Note how the command ended, and return its result."""
@@ -273,11 +314,10 @@ class RunningCommand:
             self._read_output()
         self._close_output()
         self._close_input()
-        if self.stop_reason is not None:
-            self._signal_tree(signal.SIGKILL)
         for timer in self._timers:
             timer.cancel()
-        self._output.finish()
+        await self._end_remaining_processes()
+        self._output.close()
         code = self._process.returncode
         return {
             "state": "ended",
@@ -299,15 +339,31 @@ def open_memory_file(data: bytes) -> int:
     return fd
 
 
-def find_job_processes(job_id: str) -> list[int]:
-    """Return the processes whose environment names the job, also those that left its process group."""
+def find_job_processes(job_id: str, root: int | None, known: dict[int, bytes]) -> dict[int, bytes]:
+    """Return the processes of a job with their start times, in any process group.
+
+    These are those whose environment names the job, the descendants of `root`, and what is left of `known`.
+    """
     marker = f"{JOB_VARIABLE}={job_id}".encode()
-    found: list[int] = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if marker in environment.read_bytes().split(b"\0"):
-                found.append(int(environment.parent.name))
-    return found
+    started: dict[int, bytes] = {}
+    children: dict[int, list[int]] = {}
+    found: set[int] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            pid = int(folder.name)
+            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+            if fields[0] == b"Z":
+                continue
+            started[pid] = fields[19]
+            children.setdefault(int(fields[1]), []).append(pid)
+            if known.get(pid) == fields[19] or marker in (folder / "environ").read_bytes().split(b"\0"):
+                found.add(pid)
+    waiting = [*found, *([root] if root else [])]
+    while waiting:
+        below = set(children.get(waiting.pop(), [])) - found
+        found |= below
+        waiting += below
+    return {pid: started[pid] for pid in found - {os.getpid()}}
 
 
 class Keeper:
@@ -320,6 +376,7 @@ class Keeper:
         self._connections = 0
         self._last_used = time.monotonic()
         self._stopping = asyncio.Event()
+        self._job_ended = asyncio.Event()
 
     async def run(self, listener: socket.socket) -> None:
         """Serve until asked to stop, or until nothing has used the keeper for a while."""
@@ -349,19 +406,26 @@ class Keeper:
         """Note jobs of an earlier keeper that have no result as lost, and end what is left of them."""
         for folder in self._jobs_directory.iterdir():
             if (folder / "spec.json").exists() and not (folder / "result.json").exists():
-                for pid in find_job_processes(folder.name):
+                for pid in find_job_processes(folder.name, None, {}):
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signal.SIGKILL)
-                write_json(folder / "result.json", {"state": "lost", "endedAt": time.time()})
+                result = {"state": "lost", "outputBytes": measure_output(folder), "endedAt": time.time()}
+                write_json(folder / "result.json", result)
 
     def _remove_expired_jobs(self) -> None:
+        """Remove the output of old jobs, and their directories once the client knows the results."""
         now = time.time()
         for folder in self._jobs_directory.iterdir():
             with contextlib.suppress(OSError, ValueError, KeyError):
                 result = json.loads((folder / "result.json").read_bytes())
                 spec = json.loads((folder / "spec.json").read_bytes())
-                if now - result["endedAt"] > spec["keepSeconds"]:
+                age = now - result["endedAt"]
+                if age <= spec["keepSeconds"]:
+                    continue
+                if (folder / "acknowledged").exists() or age > UNACKNOWLEDGED_KEEP_SECONDS:
                     shutil.rmtree(folder)
+                for part in folder.glob("output.*"):
+                    part.unlink()
 
     def _reap(self) -> None:
         """Take the status of every child that has ended, adopted ones included."""
@@ -382,6 +446,7 @@ class Keeper:
         write_json(job.folder / "result.json", result)
         self._running.pop(job.id, None)
         job.ended.set()
+        self._job_ended.set()
 
     # --- requests ---
 
@@ -451,6 +516,20 @@ class Keeper:
                 await asyncio.wait_for(job.ended.wait(), float(request.get("seconds", 0)))
         return self._describe(folder)
 
+    async def _handle_wait_any(self, request: Json) -> Json:
+        """Wait until one of the jobs does not run, at most for `seconds`. Returns the keys of those that do not."""
+        folders = {str(key): self._locate(str(key)).name for key in request["keys"]}
+        until = time.monotonic() + float(request.get("seconds", 0))
+        while True:
+            ended = [key for key, name in folders.items() if name not in self._running]
+            left = until - time.monotonic()
+            if ended or left <= 0:
+                return {"ended": ended}
+            if self._job_ended.is_set():
+                self._job_ended = asyncio.Event()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._job_ended.wait(), left)
+
     def _describe(self, folder: Path) -> Json:
         if job := self._running.get(folder.name):
             return {"state": "running", "startedAt": job.started_at, "outputBytes": job.output_bytes}
@@ -462,23 +541,40 @@ class Keeper:
     async def _handle_read(self, request: Json) -> Json:
         folder = self._locate(str(request["key"]))
         limit = min(int(request["limit"]), MAX_READ_BYTES)
-        data = read_output(folder, int(request["offset"]), limit)
-        return {"data": base64.b64encode(data).decode(), **self._describe(folder)}
+        offset, data = read_output(folder, int(request["offset"]), limit)
+        return {"data": base64.b64encode(data).decode(), "offset": offset}
 
     async def _handle_write(self, request: Json) -> Json:
         job = self._running.get(self._locate(str(request["key"])).name)
         if job is None:
             raise Refused("this job does not run")
-        job.write_input(base64.b64decode(request.get("data", "")), eof=bool(request.get("eof")))
+        data = base64.b64decode(request.get("data", ""))
+        job.write_input(str(request["id"]), data, eof=bool(request.get("eof")))
         return {}
 
     async def _handle_stop(self, request: Json) -> Json:
-        """Stop a job, and wait until it has ended."""
-        folder = self._locate(str(request["key"]))
+        """Stop a job, and wait until it has ended. It is still `running` if the kernel does not end it in time.
+
+        A job that has not been started never will be.
+        """
+        key = str(request["key"])
+        folder = self._locate(key)
+        if not folder.exists():
+            self._prepare(key, folder, {"keepSeconds": 0.0})
+            result = {"state": "failed", "error": "It was stopped before it started.", "endedAt": time.time()}
+            write_json(folder / "result.json", result)
         if job := self._running.get(folder.name):
             job.stop(str(request["reason"]))
-            await asyncio.wait_for(job.ended.wait(), 5 * TERMINATE_GRACE_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(job.ended.wait(), STOP_WAIT_SECONDS)
         return self._describe(folder)
+
+    async def _handle_acknowledge(self, request: Json) -> Json:
+        """Note that the client has the result of a job. Its output is kept for a while."""
+        folder = self._locate(str(request["key"]))
+        if (folder / "result.json").exists():
+            (folder / "acknowledged").touch()
+        return {}
 
     async def _handle_remove(self, request: Json) -> Json:
         """Forget a job that has ended. Its key must never be used again."""
@@ -529,6 +625,9 @@ def main(directory: Path) -> int:
         return 0  # another keeper serves this directory
     with contextlib.suppress(AttributeError, OSError):  # processes whose parent ends become ours
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
     with contextlib.suppress(FileNotFoundError):
         Path(SOCKET_NAME).unlink()
     listener = socket.socket(socket.AF_UNIX)

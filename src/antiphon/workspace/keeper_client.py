@@ -10,7 +10,7 @@ import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -19,9 +19,14 @@ from antiphon.workspace import keeper
 
 START_TIMEOUT_SECONDS = 10.0
 ANSWER_TIMEOUT_SECONDS = 10.0  # beyond the time a request asks to wait
+START_RETRY_SECONDS = 0.05
+MAX_LOST_CONNECTIONS = 3
 KEEPER_DIRECTORY_NAME = "keeper"
 
 _KEEPER_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}  # nothing of the gateway's own
+
+
+Connection: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class CommandSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -58,13 +63,21 @@ class CommandStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     ended_at: float | None = None
 
 
+class OutputPart(NamedTuple):
+    """Output, and its offset in all that was printed."""
+
+    offset: int
+    data: bytes
+
+
 class KeeperClient:
     """The keeper of one state directory. Connections are reused; a lost keeper is started again."""
 
     def __init__(self, state_dir: Path) -> None:
         self.directory = state_dir / KEEPER_DIRECTORY_NAME
-        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._idle: list[Connection] = []
         self._starting = asyncio.Lock()
+        self._is_closed = False
 
     async def start(self, key: str, spec: CommandSpec, *, wait_seconds: float) -> CommandStatus:
         """Start a job, or join the one with this key, and wait for its end at most `wait_seconds`."""
@@ -76,18 +89,24 @@ class KeeperClient:
             await self._request({"op": "wait", "key": key, "seconds": seconds}, seconds), CommandStatus
         )
 
-    async def read(self, key: str, offset: int, limit: int) -> bytes:
-        """Return a part of what the job has printed."""
-        answer = await self._request({"op": "read", "key": key, "offset": offset, "limit": limit})
-        return base64.b64decode(answer["data"])
+    async def wait_any(self, keys: Sequence[str], seconds: float) -> list[str]:
+        """Wait until any of these jobs does not run. Returns the keys of those that do not."""
+        answer = await self._request({"op": "wait_any", "keys": list(keys), "seconds": seconds}, seconds)
+        return answer["ended"]
 
-    async def write(self, key: str, data: bytes, *, eof: bool) -> None:
-        """Write to the input of a job.
+    async def read(self, key: str, offset: int, limit: int) -> OutputPart:
+        """Return kept output of a job from `offset` on; what is not kept any more is skipped."""
+        answer = await self._request({"op": "read", "key": key, "offset": offset, "limit": limit})
+        return OutputPart(answer["offset"], base64.b64decode(answer["data"]))
+
+    async def write(self, key: str, write_id: str, data: bytes, *, eof: bool) -> None:
+        """Write to the input of a job, once per `write_id`.
 
         Raises:
             InvalidInput: the job has ended, or takes no input.
         """
-        await self._request({"op": "write", "key": key, "data": base64.b64encode(data).decode(), "eof": eof})
+        text = base64.b64encode(data).decode()
+        await self._request({"op": "write", "key": key, "id": write_id, "data": text, "eof": eof})
 
     async def stop(self, key: str, reason: str) -> CommandStatus:
         """End the process tree of a job, and return what became of it."""
@@ -95,14 +114,23 @@ class KeeperClient:
             await self._request({"op": "stop", "key": key, "reason": reason}), CommandStatus
         )
 
+    async def acknowledge(self, key: str) -> None:
+        """Tell the keeper that the result of a job is stored and that its key will never be used again."""
+        await self._request({"op": "acknowledge", "key": key})
+
     async def remove(self, key: str) -> None:
         await self._request({"op": "remove", "key": key})
 
-    async def close(self) -> None:
-        """Close the connections. The keeper goes on while jobs run."""
+    def release(self) -> None:
+        """Close the connections that are not in use. The keeper goes on while jobs run."""
         while self._idle:
             _, writer = self._idle.pop()
             writer.close()
+
+    async def close(self) -> None:
+        """Close the connections, and those in use after their requests."""
+        self._is_closed = True
+        self.release()
 
     async def _request(self, request: dict[str, Any], wait_seconds: float = 0.0) -> dict[str, Any]:
         async with asyncio.timeout(START_TIMEOUT_SECONDS + ANSWER_TIMEOUT_SECONDS + wait_seconds):
@@ -112,49 +140,77 @@ class KeeperClient:
         return answer
 
     async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request. One that an old connection lost is repeated: a key never starts twice."""
+        """Send a request. One that a connection lost is repeated, since every request has its effect only once."""
         line = msgspec.json.encode(request) + b"\n"
+        losses = 0
         while True:
             reused = bool(self._idle)
-            async with self._connect() as (reader, writer):
-                with suppress(ConnectionError):
-                    writer.write(line)
-                    await writer.drain()
-                    if answer := await reader.readline():
-                        return msgspec.json.decode(answer)
-                writer.close()
-            if not reused:
+            async with self._connect() as connection:
+                if (answer := await _send(connection, line)) is not None:
+                    return answer
+                connection[1].close()
+            losses += not reused
+            if losses == MAX_LOST_CONNECTIONS:
                 raise Unavailable(
                     "The process that runs commands ended while it was asked.", "Try again.", keeper=True
                 )
 
     @asynccontextmanager
-    async def _connect(self) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async def _connect(self) -> AsyncGenerator[Connection]:
         connection = self._idle.pop() if self._idle else await self._open()
         try:
             yield connection
         except BaseException:  # an answer may still arrive for a request that was given up
             connection[1].close()
             raise
-        if not connection[1].is_closing():
+        if self._is_closed:
+            connection[1].close()
+        elif not connection[1].is_closing():
             self._idle.append(connection)
 
-    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        with suppress(OSError):
-            return await self._dial()
+    async def _open(self) -> Connection:
+        if connection := await self._try_open():
+            return connection
         async with self._starting:
-            with suppress(OSError):  # another request has started it meanwhile
-                return await self._dial()
-            await asyncio.to_thread(self._start_keeper)
-            try:
-                return await self._dial()
-            except OSError as error:
-                raise Unavailable(
-                    f"The process that runs commands could not be started: {error}.",
-                    f"See {str(self.directory / 'keeper.log')!r}.",
-                ) from error
+            until = asyncio.get_running_loop().time() + START_TIMEOUT_SECONDS
+            while asyncio.get_running_loop().time() < until:
+                if connection := await self._try_open():
+                    return connection
+                await asyncio.to_thread(self._start_keeper)
+                if connection := await self._try_open():
+                    return connection
+                await asyncio.sleep(START_RETRY_SECONDS)  # an earlier keeper may be ending
+        raise Unavailable(
+            "The process that runs commands could not be started.",
+            f"See {str(self.directory / 'keeper.log')!r}.",
+            keeper=True,
+        )
 
-    async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _try_open(self) -> Connection | None:
+        """Return a connection to a keeper of this version; None if there is none. Another version is asked to end."""
+        try:
+            connection = await self._dial()
+        except OSError:
+            return None
+        is_ours, answer = False, None
+        try:
+            hello = await _send(connection, b'{"op": "hello"}\n')
+            is_ours = bool(hello) and hello.get("version") == keeper.PROTOCOL_VERSION
+            if is_ours:
+                return connection
+            answer = await _send(connection, b'{"op": "exit"}\n') if hello else None
+        finally:
+            if not is_ours:
+                connection[1].close()
+        if answer and (reason := answer.get("refused")):
+            raise Unavailable(
+                f"The process that runs commands is of another version of Antiphon, and {reason}.",
+                "Wait until they end, or stop them by stopping that process.",
+                keeper=True,
+            )
+        return None
+
+    async def _dial(self) -> Connection:
         """Connect through an open directory, since the address of a socket may have only 108 bytes."""
         directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -179,3 +235,14 @@ class KeeperClient:
                 timeout=START_TIMEOUT_SECONDS,
                 check=False,
             )
+
+
+async def _send(connection: Connection, line: bytes) -> dict[str, Any] | None:
+    """Send a request and return the answer; None if the connection is lost."""
+    reader, writer = connection
+    with suppress(ConnectionError):
+        writer.write(line)
+        await writer.drain()
+        if answer := await reader.readline():
+            return msgspec.json.decode(answer)
+    return None

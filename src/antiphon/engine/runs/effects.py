@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from antiphon.bus import ApprovalChanged, StopRequested
+from antiphon.bus import ApprovalChanged, CommandStopRequested, StopRequested
 from antiphon.engine.runs.run_queue import AcceptedRun
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.messages import Message
@@ -93,8 +93,9 @@ class ExpiredApproval(msgspec.Struct, frozen=True):
 class Effects(msgspec.Struct, frozen=True):
     """What a commit leads to, in the order in which it is published. Combined with `+`, in loops with `combine`."""
 
-    items: tuple[EndedRun | AcceptedRun | StopRequested | ExpiredApproval, ...] = ()
-    """Runs that ended, runs that were queued, active runs whose owner must stop them, and approvals that expired."""
+    items: tuple[EndedRun | AcceptedRun | StopRequested | CommandStopRequested | ExpiredApproval, ...] = ()
+    """Runs that ended, runs that were queued, active runs whose owner must stop them, commands whose host must end
+    their processes, and approvals that expired."""
     has_deliveries: bool = False
     """Whether the outbox has something to send."""
 

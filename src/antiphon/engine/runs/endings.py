@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from antiphon.bus import StopRequested
 from antiphon.engine.collaboration import subagents
-from antiphon.engine.runs import approval_rows, completion
+from antiphon.engine.runs import approval_rows, command_rows, completion
 from antiphon.engine.runs.context import build_interrupted_result
 from antiphon.engine.runs.effects import (
     NO_EFFECTS,
@@ -64,6 +64,10 @@ async def end_run(tx: Tx, run: RunIdentity, ending: RunEnding, last_seq: int | N
     }:  # for these states, all calls have returned
         events = await approval_rows.expire_approvals_of_run(tx, run.run_id, now)
         expired = Effects(tuple(ExpiredApproval(run.session, event) for event in events))
+        was_stopped = ending.state in {"cancelled", "timeout"}
+        expired += await command_rows.stop_commands_of_run(
+            tx, run.run_id, ending.state, background=was_stopped
+        )
     if (
         run.exchange is None
         and run.task is None
@@ -146,7 +150,7 @@ def identify_run(row: Row, session_key: str, session_id: str) -> RunIdentity:
 
 
 async def cancel_runs(tx: Tx, session: int, run_id: str | None, now: int) -> Effects:
-    """Stop a session's runs, or one of them. Stopping an active run also stops all sub-agents of its session."""
+    """Stop a session's runs and commands, or one run. Stopping an active run also stops its session's sub-agents."""
     active = await tx.one(SQL.active_in_session, session=session)
     ended: list[Effects] = []
     reports: list[Effects] = []
@@ -158,6 +162,8 @@ async def cancel_runs(tx: Tx, session: int, run_id: str | None, now: int) -> Eff
         return Effects.combine(ended)
     for member in await tx.all(SQL.active_tree, session=session):
         await _mute_and_cancel_wakes(tx, member["id"], now)
+        if member["id"] != session or run_id is None:
+            reports.append(await command_rows.stop_commands_of_session(tx, member["id"], "cancelled"))
         if member["id"] != session or run_id is None:
             for row in await tx.all(SQL.queued_in_session, session=member["id"]):
                 # Notes are not stopped: they record what has already happened.

@@ -114,6 +114,12 @@ class RunLoop:
         self._compactions = 0
         self._may_have_usage = claim.resumed
         self._client_tools = claim.options.tool_names if claim.options else frozenset[str]()
+        self._name_by_alias = {
+            alias: tool.spec.name
+            for tool in setup.tools.values()
+            for alias in tool.aliases
+            if alias not in setup.tools and alias not in self._client_tools
+        }
 
     async def run(self) -> RunEnding:
         """Execute the run and return its ending, which is not yet committed."""
@@ -242,6 +248,8 @@ class RunLoop:
     def _make_call_ids_unique(self, answer: AssistantMessage) -> AssistantMessage:
         """Return the answer with call ids that are unique in this run, since they serve as idempotency keys.
 
+        Tools that are called by an alias get their name.
+
         If it has too many calls, only those that are executed are kept, and one more that is refused.
         """
         if not answer.tool_calls:
@@ -254,9 +262,10 @@ class RunLoop:
                 if calls > MAX_KEPT_TOOL_CALLS:
                     continue
                 number, call_id = 1, make_storable_id(block.id)
-                call = msgspec.structs.replace(block, id=call_id)
+                name = self._name_by_alias.get(block.name, block.name)
+                call = msgspec.structs.replace(block, id=call_id, name=name)
                 while call.id in self._call_ids:
-                    number, call = number + 1, msgspec.structs.replace(block, id=f"{call_id}-{number + 1}")
+                    number, call = number + 1, msgspec.structs.replace(call, id=f"{call_id}-{number + 1}")
                 self._call_ids.add(call.id)
                 content.append(call)
             else:
@@ -376,7 +385,7 @@ class RunLoop:
         """Make a call once it is approved, if it needs that. Returns None if it may already have run before a crash."""
         setup, claim = self._setup, self._claim
         if tool is not None and tool.may_ask and find_call_error(call, setup.tools) is None:
-            request = build_request(call, setup.caller, claim)
+            request = build_request(call, setup.tools, setup.caller, claim)
             refusal = await contain_tool_errors(
                 call,
                 claim,

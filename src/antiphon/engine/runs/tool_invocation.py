@@ -45,8 +45,14 @@ def find_call_error(call: ToolCall, tools: Mapping[str, Tool]) -> ToolOutput | N
     return None
 
 
-def build_request(call: ToolCall, caller: Caller, run: RunIdentity) -> ToolRequest:
-    return ToolRequest(caller=caller, run_id=run.run_id, call_id=call.id, arguments=call.arguments)
+def build_request(call: ToolCall, tools: Mapping[str, Tool], caller: Caller, run: RunIdentity) -> ToolRequest:
+    return ToolRequest(
+        caller=caller,
+        run_id=run.run_id,
+        call_id=call.id,
+        arguments=call.arguments,
+        tool_names=tools.keys(),
+    )
 
 
 async def invoke_tool(
@@ -55,7 +61,9 @@ async def invoke_tool(
     """Execute a call. Errors become outputs, except those that keep the run from going on."""
     if error := find_call_error(call, tools):
         return error
-    return await contain_tool_errors(call, run, _invoke(tools[call.name], build_request(call, caller, run)))
+    return await contain_tool_errors(
+        call, run, _invoke(tools[call.name], build_request(call, tools, caller, run))
+    )
 
 
 async def _invoke(tool: Tool, request: ToolRequest) -> ToolOutput:

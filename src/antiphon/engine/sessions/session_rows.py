@@ -24,6 +24,7 @@ from antiphon.store.queries import Queries
 
 SQL = Queries("sessions")
 _FILE_VERSIONS_SQL = Queries("file_versions")
+_COMMANDS_SQL = Queries("exec_commands")
 _APPROVALS_SQL = Queries("approvals")
 RUNS_SQL = Queries("runs")
 EXCHANGES_SQL = Queries("exchanges")
@@ -206,6 +207,7 @@ async def patch_session(tx: Tx, session: int, settings: Mapping[str, str | int |
         await _check_label(tx, row, after["label"])
     if after["archived"] and not row["archived"]:
         await check_idle(tx, row)
+        await _stop_commands(tx, session, "archived")
     await tx.do(SQL.patch, id=session, now=now, **after)
     if settings.keys() & {"label", "display_name"}:
         key = keys.parse(row["key"])
@@ -251,6 +253,7 @@ async def append_note(tx: Tx, session: int, message: Message, now: int) -> Entry
 async def start_new_transcript(tx: Tx, session: Row, reason: str, now: int) -> None:
     """End the current transcript and start a new one, which records the reason."""
     await check_idle(tx, session)
+    await _stop_commands(tx, session["id"], "reset")
     session_id = str(uuid.uuid4())
     await tx.do(SQL.end_transcript, transcript=session["transcript"], now=now)
     transcript = await _insert_transcript(tx, session_id, session["key"], reason, now)
@@ -291,7 +294,8 @@ async def list_transcripts(tx: Tx, session: Row) -> list[Row]:
 
 
 async def archive_session(tx: Tx, session: int, now: int) -> None:
-    """Hide a session; nothing of it is deleted."""
+    """Hide a session and end its commands; nothing of it is deleted."""
+    await _stop_commands(tx, session, "archived")
     await tx.do(SQL.archive, id=session, now=now)
 
 
@@ -316,7 +320,14 @@ async def delete_session(tx: Tx, session: int, key: str, now: int) -> None:
     await tx.do(SQL.delete_names, id=session)
     await tx.do(_FILE_VERSIONS_SQL.delete_of_session, session=session)
     await tx.do(_APPROVALS_SQL.delete_of_session, session=session)
+    await _stop_commands(tx, session, "deleted")  # their rows are deleted when they have ended
+    await tx.do(_COMMANDS_SQL.delete_of_session, session=session)
     await tx.do(SQL.delete_session, id=session)
+
+
+async def _stop_commands(tx: Tx, session: int, reason: str) -> None:
+    """Request the stop of the session's commands. Their host looks for such requests while it runs any."""
+    await tx.do(_COMMANDS_SQL.stop_all_of_session, session=session, reason=reason)
 
 
 async def delete_task_texts(tx: Tx, session: int, key: str) -> None:

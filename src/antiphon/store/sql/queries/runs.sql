@@ -141,7 +141,8 @@ WHERE l.ancestor = :session
        OR EXISTS (SELECT 1 FROM runs q WHERE q.session = s.id AND q.state = 'queued')
        OR EXISTS (SELECT 1 FROM runs a WHERE a.session = s.id AND a.state = 'running')
        OR EXISTS (SELECT 1 FROM tasks t WHERE t.requester = s.id AND t.phase <> 'settled')
-       OR EXISTS (SELECT 1 FROM tasks w WHERE w.child_key = s.key AND w.phase = 'waiting'))
+       OR EXISTS (SELECT 1 FROM tasks w WHERE w.child_key = s.key AND w.phase = 'waiting')
+       OR EXISTS (SELECT 1 FROM exec_commands c WHERE c.session = s.id AND c.state IN ('starting', 'running')))
 LIMIT 10000;
 
 -- name: active_children

@@ -1,0 +1,263 @@
+"""What may run, where and how: the decision about a command, and the complete description of its process.
+
+A command runs in a sandbox, or on this machine if the operator chose that for its agent; a sandboxed session's never
+does. Its environment is made from nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import pwd
+import shlex
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.access import Caller
+from antiphon.engine.toolbox import ApprovalQuestion
+from antiphon.errors import Forbidden, InvalidInput, NotFound
+from antiphon.workspace.exec_policy import (
+    DEFAULT_SAFE_PROGRAMS,
+    DEFAULT_TRUSTED_DIRECTORIES,
+    Decision,
+    ExecRules,
+    decide,
+    parse_command,
+)
+from antiphon.workspace.keeper_client import CommandSpec
+from antiphon.workspace.locations import WORKSPACE_MOUNT, SessionWorkspaceLocator
+
+if TYPE_CHECKING:
+    from antiphon.config import Config, ExecSettings
+    from antiphon.workspace.sandbox import Sandboxes
+
+log = logging.getLogger(__name__)
+
+MAX_COMMAND_CHARACTERS = 100_000
+MAX_ENVIRONMENT_BYTES = 64 * 1024
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+QUIET_ENVIRONMENT = {
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+    "PAGER": "cat",
+    "GIT_PAGER": "cat",
+    "GIT_TERMINAL_PROMPT": "0",
+    "DEBIAN_FRONTEND": "noninteractive",
+}
+"""Keeps programs from asking anybody."""
+SHELL = "/bin/sh"
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """A command as a session asks for it."""
+
+    command: str
+    workdir: str | None = None
+    env: Mapping[str, str] = {}
+    timeout_seconds: int
+    stdin: bool
+    pty: bool
+
+
+class CommandLauncher:
+    def __init__(self, config: Config, locate: SessionWorkspaceLocator, sandboxes: Sandboxes) -> None:
+        self._config = config
+        self._locate = locate
+        self._sandboxes = sandboxes
+        self._examination: asyncio.Task[None] | None = None
+
+    def get_settings(self, caller: Caller) -> ExecSettings:
+        assert caller.agent_id is not None
+        return self._config.get_agent(caller.agent_id).exec
+
+    def begin_examination(self) -> None:
+        """Find out in the background which agents can run commands, and report those that cannot."""
+        self._examination = asyncio.create_task(self._examine())
+
+    async def wait_until_examined(self) -> None:
+        """Wait for an examination that was begun."""
+        if self._examination is not None and not self._examination.done():
+            await asyncio.wait([self._examination])
+
+    async def aclose(self) -> None:
+        if self._examination is not None:
+            self._examination.cancel()
+            await asyncio.wait([self._examination])
+
+    async def _examine(self) -> None:
+        affected: dict[str, list[str]] = {}
+        for agent_id in self._config.agent_ids:
+            settings = self._config.get_agent(agent_id).exec
+            if settings.security == "deny":
+                continue
+            if settings.host == "sandbox":
+                await self._sandboxes.find_status(agent_id)
+            if reason := self.explain_unavailable(agent_id):
+                affected.setdefault(reason, []).append(agent_id)
+        for reason, agent_ids in affected.items():
+            log.warning("No commands for %s: %s", ", ".join(map(repr, agent_ids)), reason)
+
+    def explain_unavailable(self, agent_id: str) -> str | None:
+        """Return why an agent cannot run commands, with what to do about it; None if it can, as far as is known."""
+        settings = self._config.get_agent(agent_id).exec
+        if settings.security == "deny":
+            return "Commands are off ('tools.exec.security' is 'deny'). Set it to 'allowlist' or 'full'."
+        if settings.host == "node":
+            return "'tools.exec.host' is 'node', which does not exist here. Use 'sandbox' or 'gateway'."
+        return None if settings.host == "gateway" else self._sandboxes.explain_unavailable(agent_id)
+
+    def find_backend(self, caller: Caller) -> str:
+        """Return where a session's commands run: `gateway` or `sandbox`."""
+        is_on_this_machine = self.get_settings(caller).host == "gateway" and not caller.sandboxed
+        return "gateway" if is_on_this_machine else "sandbox"
+
+    # --- the decision ---
+
+    def decide(self, caller: Caller, launch: Launch) -> Decision:
+        """Return whether a command runs, must be allowed by a person, or is refused."""
+        settings = self.get_settings(caller)
+        rules = ExecRules(
+            security=settings.security,
+            ask=settings.ask,
+            allowed_programs=settings.allowlist,
+            safe_programs=DEFAULT_SAFE_PROGRAMS if settings.safe_bins is None else settings.safe_bins,
+            trusted_directories=DEFAULT_TRUSTED_DIRECTORIES
+            if settings.safe_bin_trusted_dirs is None
+            else settings.safe_bin_trusted_dirs,
+        )
+        decision = decide(launch.command, rules)
+        if decision == "run" and launch.env and settings.security == "allowlist":
+            # Variables decide what a listed program does, so it is not the listed one any more.
+            return "refuse" if settings.ask == "off" else "ask"
+        return decision
+
+    def require_permission(self, caller: Caller, launch: Launch) -> None:
+        """Check that a command is not refused. One that a person must allow has been allowed before.
+
+        Raises:
+            Forbidden: the settings refuse it.
+        """
+        if self.decide(caller, launch) != "refuse":
+            return
+        settings = self.get_settings(caller)
+        if settings.security == "deny":
+            raise Forbidden("Commands are off ('tools.exec.security' is 'deny').", "Work without commands.")
+        raise Forbidden(
+            "This command is not on the list ('tools.exec.security' is 'allowlist', 'tools.exec.ask' is 'off').",
+            "Use a listed program as one plain command, or ask the operator to extend 'tools.exec.allowlist'.",
+        )
+
+    def build_question(self, caller: Caller, launch: Launch) -> ApprovalQuestion | None:
+        """Return what a person is asked before a command runs, or None if it runs or is refused unasked."""
+        if self.decide(caller, launch) != "ask":
+            return None
+        backend = self.find_backend(caller)
+        workdir = launch.workdir or "the workspace"
+        where = "on this machine" if backend == "gateway" else "in the sandbox"
+        words = parse_command(launch.command) if not launch.env else None
+        environment = "".join(f"\n{name}={value}" for name, value in sorted(launch.env.items()))
+        return ApprovalQuestion(
+            text=f"{launch.command}\n({where}, in {workdir}){environment}",
+            grant=None if words is None else shlex.join(words),
+            binding=json.dumps([backend, caller.agent_id, launch.workdir, sorted(launch.env.items())]),
+        )
+
+    # --- the process ---
+
+    async def build_spec(self, caller: Caller, launch: Launch) -> CommandSpec:
+        """Return the complete description of the process.
+
+        Raises:
+            NotFound: the working directory does not exist.
+            SandboxUnavailable: the sandbox cannot be used; the text says what to do.
+        """
+        settings = self.get_settings(caller)
+        keep_seconds = settings.cleanup_ms / 1000
+        argv = [SHELL, "-c", launch.command]
+        if self.find_backend(caller) == "gateway":
+            cwd = await asyncio.to_thread(self._find_directory, caller, launch.workdir)
+            env = self._build_host_environment(settings, cwd) | dict(launch.env)
+            return CommandSpec(
+                argv=argv,
+                cwd=cwd,
+                env=env,
+                timeout=launch.timeout_seconds,
+                stdin=launch.stdin,
+                pty=launch.pty,
+                keep_seconds=keep_seconds,
+            )
+        env = dict(launch.env)
+        if settings.path_prepend:
+            env.setdefault("PATH", ":".join([*settings.path_prepend, "/usr/local/bin:/usr/bin:/bin"]))
+        wrapped = await self._sandboxes.wrap(caller, argv, workdir=launch.workdir, env=env)
+        return CommandSpec(
+            argv=wrapped.argv,
+            cwd="/",
+            env=dict(wrapped.env),
+            files=wrapped.files,
+            timeout=launch.timeout_seconds,
+            stdin=launch.stdin,
+            pty=launch.pty,
+            keep_seconds=keep_seconds,
+        )
+
+    async def explain_failed_start(self, caller: Caller, output: str) -> str | None:
+        """Return why the sandbox of a failed command did not start, or None if it did."""
+        if self.find_backend(caller) == "gateway":
+            return None
+        return await self._sandboxes.explain_failed_start(caller, output)
+
+    def _find_directory(self, caller: Caller, workdir: str | None) -> str:
+        workspace = self._locate(caller)
+        start = workspace.workspace.path / workspace.start
+        start.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory = start / (workdir or "")
+        if workdir is not None and PurePosixPath(workdir).is_relative_to(WORKSPACE_MOUNT):
+            directory = workspace.workspace.path / PurePosixPath(workdir).relative_to(WORKSPACE_MOUNT)
+        if not directory.is_dir():
+            raise NotFound(f"There is no directory {workdir!r}.", "Use one that exists.", field="workdir")
+        return str(directory)
+
+    def _build_host_environment(self, settings: ExecSettings, cwd: str) -> dict[str, str]:
+        try:
+            account = pwd.getpwuid(os.geteuid())
+            home, name = account.pw_dir, account.pw_name
+        except KeyError:
+            home, name = cwd, str(os.geteuid())
+        path = ":".join([*settings.path_prepend, SYSTEM_PATH])
+        return {
+            **QUIET_ENVIRONMENT,
+            "PATH": path,
+            "HOME": home,
+            "USER": name,
+            "LOGNAME": name,
+            "SHELL": SHELL,
+        }
+
+
+def check_launch(launch: Launch) -> None:
+    """Check what a process cannot be given.
+
+    Raises:
+        InvalidInput: the command or a variable has a NUL character, is empty or too long.
+    """
+    if not launch.command.strip() or len(launch.command) > MAX_COMMAND_CHARACTERS or "\0" in launch.command:
+        raise InvalidInput(
+            f"The command must have 1 to {MAX_COMMAND_CHARACTERS} characters and no NUL character.",
+            "Put a long script into a file first.",
+            field="command",
+        )
+    for name, value in launch.env.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise InvalidInput(
+                f"{name!r} is not a valid variable.", "Use plain names and values.", field="env"
+            )
+    if sum(len(name) + len(value) for name, value in launch.env.items()) > MAX_ENVIRONMENT_BYTES:
+        raise InvalidInput("The variables are too long.", "Put them into a file.", field="env")
+    if launch.workdir is not None and "\0" in launch.workdir:
+        raise InvalidInput("The directory has a NUL character.", "Use a plain path.", field="workdir")
