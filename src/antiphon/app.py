@@ -55,6 +55,7 @@ from antiphon.tools import (
 )
 from antiphon.transfers.mirror import TranscriptMirror, remove_mark
 from antiphon.workspace.bootstrap import BootstrapReader
+from antiphon.workspace.skills import read_skills
 
 __all__ = ["MAX_TOOL_RESULT_CHARACTERS", "App", "open_app", "open_app_operations", "open_operations_readonly"]
 
@@ -122,7 +123,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 runtimes,
                 SessionIdentityResolver(config, session_resolver, toolbox),
                 await store.tx(framing.load_installation_secret),
-                BootstrapReader(home.path),
+                home.path,
                 launcher.wait_until_examined,
             )
             engine = _build_engine(config, store, coordination, load_run_setup, session_resolver, options)
@@ -276,11 +277,12 @@ class _RunSetupLoader:
         runtimes: RuntimeRegistry,
         identities: SessionIdentityResolver,
         secret: bytes,
-        bootstrap: BootstrapReader,
+        state_dir: Path,
         wait_until_examined: Callable[[], Awaitable[None]],
     ) -> None:
         self._secret = secret
-        self._bootstrap = bootstrap
+        self._state_dir = state_dir
+        self._bootstrap = BootstrapReader(state_dir)
         self._wait_until_examined = wait_until_examined
         self._runtimes = runtimes
         self._agents = {agent_id: config.get_agent(agent_id) for agent_id in config.agent_ids}
@@ -318,7 +320,11 @@ class _RunSetupLoader:
             runtime=runtime,
             caller=identity.caller,
             instructions=_build_instructions(
-                agent, claim, nonce, await self._bootstrap.read(agent, claim.session_key)
+                agent,
+                claim,
+                nonce,
+                await self._bootstrap.read(agent, claim.session_key),
+                await read_skills(agent, claim.session_key, self._state_dir),
             ),
             tools=identity.tools,
             max_steps=agent.max_steps,
@@ -334,8 +340,10 @@ class _RunSetupLoader:
         return self._subagent_slots.setdefault(provider, asyncio.Semaphore(self._max_subagent_steps))
 
 
-def _build_instructions(agent: AgentConfig, claim: Claim, nonce: str, workspace_files: str) -> str:
+def _build_instructions(
+    agent: AgentConfig, claim: Claim, nonce: str, workspace_files: str, skills: str
+) -> str:
     own = agent.instructions or f"You are {agent.name or agent.id}, a helpful assistant."
     here = f"This conversation is the session {keys.display_full_key(claim.session_key)!r}."
-    parts = [own, workspace_files, here, framing.explain_frames(nonce), claim.instructions]
+    parts = [own, workspace_files, skills, here, framing.explain_frames(nonce), claim.instructions]
     return "\n\n".join(filter(None, parts))
