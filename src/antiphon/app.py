@@ -8,6 +8,7 @@ anything in it is in `state_access`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import uuid
@@ -22,6 +23,7 @@ from antiphon import __version__, keys
 from antiphon.bus import EventBus
 from antiphon.clock import Clock
 from antiphon.config import AgentConfig, Config
+from antiphon.config.tool_lists import find_lists_without_tools
 from antiphon.coordination import CoordinationBackend, open_coordination
 from antiphon.engine.collaboration import framing
 from antiphon.engine.engine import Engine
@@ -58,6 +60,8 @@ from antiphon.workspace.bootstrap import BootstrapReader
 from antiphon.workspace.skills import read_skills
 
 __all__ = ["MAX_TOOL_RESULT_CHARACTERS", "App", "open_app", "open_app_operations", "open_operations_readonly"]
+
+log = logging.getLogger(__name__)
 
 MAX_TOOL_RESULT_CHARACTERS = 200_000  # more would not fit a prompt anyway
 
@@ -169,6 +173,8 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 toolbox.add(tool)
             for tool in await _load_configured_tools(config, toolbox.names):
                 toolbox.add(tool)
+            for warning in find_lists_without_tools(config, sorted(toolbox.names)):
+                log.warning("%s", warning)
             async with (
                 aclosing(launcher),
                 aclosing(command_tools.commands),

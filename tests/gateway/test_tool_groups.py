@@ -119,3 +119,12 @@ async def test_a_tool_is_offered_only_while_it_is_available_to_the_agent(tmp_pat
         assert (await has_tool("main"), await has_tool("other")) == ([False] * 2, [True] * 2)
         missing.clear()
         assert await has_tool("main") == [True] * 2
+
+
+@pytest.mark.requirement("T2")
+async def test_a_list_that_matches_no_tool_of_the_gateway_is_reported_at_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_gateway(tmp_path, settings={"tools": {"allow": ["nothing"]}}, tools=tools):
+        pass
+    assert "'tools.allow' matches no existing tool ('nothing')" in caplog.text
