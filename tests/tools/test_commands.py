@@ -375,3 +375,45 @@ async def test_a_command_runs_in_the_sandbox_unless_the_operator_says_otherwise(
         await wait_until_gone("sleep 521", 5.0)
         text = await run(agents, "pwd", workdir="/etc")
         assert "outside the workspace" in text
+
+
+@pytest.mark.requirement("T5", "AT1", "AT20")
+async def test_a_killed_keeper_is_an_interruption_and_repeats_nothing(tmp_path: Path) -> None:
+    async with opened(tmp_path) as agents:
+        effect = tmp_path / "effect"
+        command = f"echo begun >> {effect}; echo begun; setsid sleep 5311 & sleep 5312"
+        waiting = await agents.say(f"call exec {json.dumps({'command': command})}")
+        await wait_until_running("sleep 5312")
+        found = find_keeper(tmp_path)
+        assert found is not None
+        found.kill()
+        view = await agents.wait_for_end(waiting, 30)
+        assert view.reply is not None
+        assert view.reply.startswith("Interrupted: ")
+        assert "may have had effects; check before repeating" in view.reply
+        assert view.reply.endswith("begun\n")
+        assert effect.read_text() == "begun\n"
+        await wait_until_gone("sleep 531", 5.0)
+        assert (await run(agents, "echo again")).endswith("again\n")
+
+
+@pytest.mark.requirement("T5", "AT4", "AT20")
+async def test_a_keeper_killed_without_a_gateway_is_reported_once(tmp_path: Path) -> None:
+    try:
+        async with open_agents_fixture(configure(), tmp_path) as agents:
+            await run(agents, "sleep 5411", background=True)
+        found = find_keeper(tmp_path)
+        assert found is not None
+        found.kill()
+        async with open_agents_fixture(configure(), tmp_path) as agents:
+
+            async def is_told() -> bool:
+                return bool(find_wakes(agents))
+
+            await agents.commits.until(is_told, 30)
+            await agents.wait_until_idle()
+            [wake] = find_wakes(agents)
+            assert "Interrupted: " in wake
+        await wait_until_gone("sleep 5411", 5.0)
+    finally:
+        end_keeper(tmp_path)
