@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,8 +28,11 @@ from support.agents_fixture import (
 )
 from support.app_fixture import MAIN
 from support.keepers import end_keeper, find_keeper, find_marked, wait_until_gone, wait_until_running
+from tools.command_gateway import RUN_ID
 
 pytestmark = pytest.mark.anyio
+
+GATEWAY = Path(__file__).with_name("command_gateway.py")
 
 ON_THIS_MACHINE = {"tools": {"exec": {"host": "gateway", "security": "full", "ask": "off"}}}
 
@@ -417,3 +423,40 @@ async def test_a_keeper_killed_without_a_gateway_is_reported_once(tmp_path: Path
         await wait_until_gone("sleep 5411", 5.0)
     finally:
         end_keeper(tmp_path)
+
+
+@pytest.mark.sqlite_only
+@pytest.mark.requirement("T5", "AT1", "AT20")
+@pytest.mark.parametrize("also_keeper", [False, True], ids=["gateway", "gateway-and-keeper"])
+async def test_a_gateway_killed_at_any_commit_runs_a_command_at_most_once(
+    tmp_path: Path, also_keeper: bool
+) -> None:
+    kill_at, was_killed = 0, True
+    while was_killed:
+        kill_at += 1
+        state_dir = tmp_path / str(kill_at)
+        effect = tmp_path / f"effect-{kill_at}"
+        command = f"echo once >> {effect}; echo done"
+        victim = await asyncio.create_subprocess_exec(
+            sys.executable, str(GATEWAY), str(state_dir), command, str(kill_at)
+        )
+        was_killed = await asyncio.wait_for(victim.wait(), 90) == -signal.SIGKILL
+        if also_keeper and (found := find_keeper(state_dir)):
+            found.kill()
+        async with opened(state_dir) as agents:
+            await agents.wait_until_idle(30)
+            runs = agents.rows("SELECT state, reply FROM runs WHERE id = ?", RUN_ID)
+            effects = effect.read_text() if effect.exists() else ""
+            if not runs:
+                assert effects == "", "what was not accepted has no effect"
+                continue
+            reply = runs[0]["reply"]
+            if reply.startswith("Interrupted: "):
+                assert also_keeper
+                assert effects in ("", "once\n")
+            else:
+                assert reply.startswith("Exit code 0 after ")
+                assert reply.endswith("done\n")
+                assert effects == "once\n"
+            assert find_wakes(agents) == []
+    assert kill_at > 5
