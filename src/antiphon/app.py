@@ -58,6 +58,7 @@ from antiphon.tools import (
 from antiphon.transfers.mirror import TranscriptMirror, remove_mark
 from antiphon.workspace.bootstrap import BootstrapReader
 from antiphon.workspace.skills import read_skills
+from antiphon.workspace.sandbox import Sandboxes
 
 __all__ = ["MAX_TOOL_RESULT_CHARACTERS", "App", "open_app", "open_app_operations", "open_operations_readonly"]
 
@@ -121,7 +122,8 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
         ):
             clock = options.get("clock") or store.clock
             toolbox, session_resolver = Toolbox(), SessionResolver(config)
-            launcher = create_command_launcher(config, home.path)
+            sandboxes = Sandboxes(config, home.path)
+            launcher = create_command_launcher(config, sandboxes, home.path)
             load_run_setup = _RunSetupLoader(
                 config,
                 runtimes,
@@ -151,6 +153,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 toolbox=toolbox,
                 transcript_files=mirror.files if mirror else None,
                 scheduler=scheduler,
+                sandboxes=sandboxes,
             )
             create_tools = options.get("tools")
             command_tools = create_command_tools(

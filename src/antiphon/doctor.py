@@ -30,6 +30,7 @@ from antiphon.store.migrations import load_migrations
 from antiphon.store.queries import Queries
 from antiphon.store.sqlite.database_file import check_file, check_library
 from antiphon.store.statedir import StateDir, find_exposure, translate_os_error
+from antiphon.workspace.sandbox import Sandboxes
 
 SQL = Queries("doctor")
 MAX_CONFIG_WARNINGS = 20  # shown here; `config check` shows all
@@ -78,6 +79,7 @@ async def run_checks(paths: Paths, *, online: bool = False) -> list[Finding]:
     elif holder := home.holder:
         findings.append(_report_deleted_database(home, holder))
     if loaded is not None:
+        findings += await _check_sandboxes(loaded.config, home.path)
         findings += await _check_models(loaded.config, online=online)
         findings += [
             report_failure("models", problem.what, problem.hint)
@@ -255,6 +257,27 @@ async def _check_transcripts(store: Store) -> Finding:
         f"the newest is {first['seq']} in {first['key']!r}.",
         f"See: antiphon sessions history {first['session_id']} --before {first['seq'] + 1} --limit 1 --json",
     )
+
+
+async def _check_sandboxes(config: Config, state_dir: Path) -> list[Finding]:
+    """Examines the sandbox of every agent from inside. One that is needed and does not work is a failure."""
+    sandboxes = Sandboxes(config, state_dir)
+    findings: dict[str, Finding] = {}
+    for agent_id in config.agent_ids:
+        status = await sandboxes.find_status(agent_id)
+        reason, cure = status.describe_faults()
+        if status.backend is None:
+            is_needed = config.get_agent(agent_id).sandbox.mode != "off"
+            report = report_failure if is_needed else report_warning
+            finding = report("sandbox", reason, cure)
+        elif status.faults:
+            finding = report_warning(
+                "sandbox", f"{status.backend} replaces a stronger backend. {reason}", cure
+            )
+        else:
+            finding = report_ok("sandbox", f"{status.backend} isolates commands")
+        findings[finding.level] = finding
+    return list(findings.values())
 
 
 async def _load_entries_before(tx: Tx, before: int) -> list[Row]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from antiphon.engine.jobs.scheduler import Scheduler
     from antiphon.engine.worker import Worker
     from antiphon.store import Store
+    from antiphon.workspace.sandbox import Sandboxes
 
 
 @asynccontextmanager
@@ -92,6 +93,7 @@ def create_operations(
     scheduler: Scheduler | None = None,
     toolbox: Toolbox | None = None,
     transcript_files: TranscriptFiles | None = None,
+    sandboxes: Sandboxes | None = None,
 ) -> Operations:
     """Build the operations on this store. Without a worker and a scheduler, they start no run.
 
@@ -109,5 +111,6 @@ def create_operations(
         toolbox=toolbox or Toolbox(),
         state_dir=home.path,
         transcript_files=transcript_files,
+        sandboxes=sandboxes,
     )
     return Operations(context, scheduler)

@@ -24,6 +24,8 @@ from antiphon.messages import AssistantMessage, Cost, TokenUsage, UserMessage
 from antiphon.operations.operations import Operations
 from antiphon.operations.types import SessionPatch, SpawnRequest
 from antiphon.runtimes import Prompt
+from antiphon.workspace import sandbox_backend
+from antiphon.workspace.sandbox_backend import find_program
 from support.agents_fixture import (
     HELPER,
     MAIN,
@@ -1201,6 +1203,8 @@ async def test_a_sandbox_is_not_left_by_spawning_and_can_be_asked_for(
         {"id": "helper", **target},
     )
     wish = {} if sandbox is None else {"sandbox": sandbox}
+    if accepted and sandbox == "require" and find_program("bwrap", []) is None:
+        pytest.skip("bwrap is not installed (apt-get install bubblewrap)")
     async with open_agents_fixture(config, tmp_path) as agents:
         await agents.open_sessions(MAIN)
         before = dump_database(tmp_path / DATABASE)
@@ -1212,6 +1216,23 @@ async def test_a_sandbox_is_not_left_by_spawning_and_can_be_asked_for(
         else:
             assert (said["status"], said["code"], said["reason"]) == ("forbidden", "spawn_refused", "sandbox")
             assert dump_database(tmp_path / DATABASE) == before
+
+
+@pytest.mark.requirement("B2", "AT6")
+async def test_a_sandbox_that_does_not_work_is_no_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox_backend, "PROGRAM_DIRECTORIES", ())
+    monkeypatch.setenv("PATH", "")
+    config = make_agents_config(
+        {"id": "main", "default": True, "subagents": {"allowAgents": ["helper"]}}, {"id": "helper", **BOXED}
+    )
+    async with open_agents_fixture(config, tmp_path) as agents:
+        await agents.open_sessions(MAIN)
+        said = await agents.use("sessions_spawn", task="say .", agentId="helper", sandbox="require")
+        assert (said["status"], said["reason"]) == ("forbidden", "sandbox")
+        assert "the program bwrap is not installed" in said["error"]
+        assert "apt-get install bubblewrap" in said["error"]
 
 
 @pytest.mark.requirement("P8", "SEC6")

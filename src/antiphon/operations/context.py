@@ -27,6 +27,7 @@ from antiphon.operations.types import AnsweringModel, RequestOrigin, SessionView
 from antiphon.store import Row, Store, Tx
 from antiphon.store.listing import SessionListRow
 from antiphon.store.transcript_files import TranscriptFiles
+from antiphon.workspace.sandbox import Sandboxes
 
 if TYPE_CHECKING:  # not needed at run time; keeps commands that only read fast
     from antiphon.config import Config
@@ -53,6 +54,7 @@ class OperationContext:
         toolbox: Toolbox,
         state_dir: Path,
         transcript_files: TranscriptFiles | None = None,
+        sandboxes: Sandboxes | None = None,
     ) -> None:
         self.config = config
         self.store = store
@@ -62,6 +64,7 @@ class OperationContext:
         self.worker = worker
         self.toolbox = toolbox
         self.state_dir = state_dir
+        self.sandboxes = sandboxes or Sandboxes(config, state_dir)
         self.transcript_files = transcript_files
         # The result is the same for most rows of a list.
         self._cached_answering_model = lru_cache(maxsize=1024)(self._resolve_answering_model)

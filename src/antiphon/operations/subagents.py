@@ -71,6 +71,8 @@ class SubagentOperations:
         access.require_scope(caller, "spawn")
         files = self._spawn_rules.validate_request(request)
         worker = self._context.require_worker()
+        if request.sandbox == "require":
+            await self._context.sandboxes.probe()
         origin = origin or RequestOrigin()
         task_id = derive_request_id(caller, request.idempotency_key, origin)
         if caller.is_operator:

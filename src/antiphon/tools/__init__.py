@@ -43,12 +43,12 @@ from antiphon.workspace.commands import Commands
 from antiphon.workspace.files import WorkspaceFiles
 from antiphon.workspace.locations import SessionWorkspaceLocator
 from antiphon.workspace.memory import WorkspaceMemory
-from antiphon.workspace.sandbox import Sandboxes
 from antiphon.workspace.web import FetchLimits, WebClient
 from antiphon.workspace.web_search import WebSearch
 
 if TYPE_CHECKING:
     from antiphon.config import Config
+    from antiphon.workspace.sandbox import Sandboxes
 
 __all__ = [
     "CommandTools",
@@ -99,8 +99,8 @@ class CommandTools(NamedTuple):
     tools: list[Tool]
 
 
-def create_command_launcher(config: Config, state_dir: Path) -> CommandLauncher:
-    return CommandLauncher(config, SessionWorkspaceLocator(config, state_dir), Sandboxes(config, state_dir))
+def create_command_launcher(config: Config, sandboxes: Sandboxes, state_dir: Path) -> CommandLauncher:
+    return CommandLauncher(config, SessionWorkspaceLocator(config, state_dir), sandboxes)
 
 
 def create_command_tools(

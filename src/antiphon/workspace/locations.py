@@ -28,7 +28,7 @@ SESSION_DIRECTORY_NAMES = (WORKSPACES_DIRECTORY_NAME, SANDBOXES_DIRECTORY_NAME) 
 _PLAIN_NAME_PATTERN = re.compile(r"[0-9A-Za-z_-]{1,64}")
 WORKSPACE_MOUNT, AGENT_WORKSPACE_MOUNT, TEMPORARY_MOUNT = "/workspace", "/agent", "/tmp"  # noqa: S108 - of sandboxes
 WORKSPACE_DIRECTORY_NAME, TEMPORARY_DIRECTORY_NAME = "workspace", "tmp"
-_SHARED_DIRECTORY_NAME, _AGENT_DIRECTORY_NAME = "_shared", "_agent"  # neither an agent id nor a hash
+SHARED_DIRECTORY_NAME, AGENT_DIRECTORY_NAME = "_shared", "_agent"  # neither an agent id nor a hash
 _BIND_PATTERN = re.compile(r"([^:]+):(/[^:]*)(?::(ro|rw))?")
 
 
@@ -157,8 +157,8 @@ def locate_own_directory(agent: AgentConfig, session_key: str, state_dir: Path, 
     scope = agent.sandbox.scope if sandboxed else "session"
     base = locate_sandboxes(agent, state_dir)
     if scope == "shared":
-        return base / _SHARED_DIRECTORY_NAME
-    return base / agent.id / (_AGENT_DIRECTORY_NAME if scope == "agent" else _hash_name(session_key))
+        return base / SHARED_DIRECTORY_NAME
+    return base / agent.id / (AGENT_DIRECTORY_NAME if scope == "agent" else _hash_name(session_key))
 
 
 def _hash_name(text: str) -> str:

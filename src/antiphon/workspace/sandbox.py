@@ -72,6 +72,8 @@ class SandboxStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     def describe_faults(self) -> tuple[str, str]:
         """Return what is wrong, and how to fix it."""
+        if not self.faults:
+            return "", ""
         reasons = "; ".join(f"{name}: {fault.reason}" for name, fault in self.faults)
         cures = ", or ".join(dict.fromkeys(fault.cure for _, fault in self.faults))
         return f"No sandbox for commands works here ({reasons}).", f"To fix it, {cures}."

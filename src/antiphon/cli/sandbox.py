@@ -1,0 +1,119 @@
+"""`antiphon sandbox`: shows what isolates the commands of agents, and what sandboxed sessions have left on disk.
+
+It looks at this machine and works beside a running gateway and without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from antiphon.cli import _output
+from antiphon.cli._options import Settings, common_options
+
+if TYPE_CHECKING:
+    from antiphon.config import Config
+    from antiphon.workspace.sandbox_directories import SandboxDirectory
+
+
+@click.group(
+    help="Show what isolates commands. Without a subcommand: `explain`.", invoke_without_command=True
+)
+@common_options
+@click.pass_context
+def command(ctx: click.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        _explain(ctx.ensure_object(Settings), None)
+
+
+@command.command()
+@click.option("--agent", "agent_id", help="Only this agent.")
+@common_options
+@click.pass_obj
+def explain(settings: Settings, agent_id: str | None) -> None:
+    """Examine the sandbox of every agent from inside, and print which backend works or how to fix it."""
+    _explain(settings, agent_id)
+
+
+def _explain(settings: Settings, agent_id: str | None) -> None:
+    config = settings.load().config
+    agent_ids = [config.get_agent(agent_id).id] if agent_id else list(config.agent_ids)
+    agents = asyncio.run(_examine(settings, config, agent_ids))
+    if settings.json:
+        _output.print_json({"agents": agents})
+        return
+    for agent in agents:
+        sessions = {"off": "no session", "non-main": "all but main sessions", "all": "all sessions"}
+        click.echo(_output.bold(agent["agentId"]))
+        _output.print_fact("sandboxed", f"{sessions[agent['mode']]} (sandbox.mode {agent['mode']!r})")
+        _output.print_fact("commands", agent["backend"] or "refused")
+        for fault in agent["faults"]:
+            _output.print_fact(fault["backend"], f"{fault['reason']}; to fix it, {fault['cure']}")
+        _output.print_fact("workspace", f"{agent['workspaceAccess']}, shared by {agent['scope']}")
+
+
+async def _examine(settings: Settings, config: Config, agent_ids: list[str]) -> list[dict[str, Any]]:
+    from antiphon.workspace.sandbox import Sandboxes
+
+    sandboxes = Sandboxes(config, settings.paths.state_dir)
+    found: list[dict[str, Any]] = []
+    for agent_id in agent_ids:
+        own = config.get_agent(agent_id).sandbox
+        status = await sandboxes.find_status(agent_id)
+        found.append(
+            {
+                "agentId": agent_id,
+                "mode": own.mode,
+                "scope": own.scope,
+                "workspaceAccess": own.workspace_access,
+                "backend": status.backend,
+                "faults": [
+                    {"backend": name, "reason": fault.reason, "cure": fault.cure}
+                    for name, fault in status.faults
+                ],
+            }
+        )
+    return found
+
+
+@command.command("list")
+@common_options
+@click.pass_obj
+def list_sandboxes(settings: Settings) -> None:
+    """List the directories of sandboxed sessions."""
+    from antiphon.workspace.sandbox_directories import list_directories
+
+    _print_directories(settings, list_directories(settings.load().config, settings.paths.state_dir))
+
+
+@command.command()
+@click.option(
+    "--idle-hours",
+    type=click.FloatRange(min=1),
+    default=24,
+    show_default=True,
+    help="Remove what nothing has used for this long.",
+)
+@common_options
+@click.pass_obj
+def prune(settings: Settings, idle_hours: float) -> None:
+    """Remove directories of sandboxed sessions that are not used any more, with all files in them."""
+    from antiphon.workspace.sandbox_directories import remove_idle_directories
+
+    config, state_dir = settings.load().config, settings.paths.state_dir
+    _print_directories(settings, remove_idle_directories(config, state_dir, idle_hours))
+
+
+def _print_directories(settings: Settings, directories: list[SandboxDirectory]) -> None:
+    if settings.json:
+        _output.print_json({"directories": directories})
+    elif not directories:
+        click.echo("No directories.")
+    else:
+        rows = [
+            [each.path, str(each.files), f"{each.bytes // 1024} KiB", _output.format_age(each.used_at)]
+            for each in directories
+        ]
+        _output.print_table(["directory", "files", "size", "unused for"], rows)
