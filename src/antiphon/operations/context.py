@@ -27,11 +27,11 @@ from antiphon.operations.types import AnsweringModel, RequestOrigin, SessionView
 from antiphon.store import Row, Store, Tx
 from antiphon.store.listing import SessionListRow
 from antiphon.store.transcript_files import TranscriptFiles
-from antiphon.workspace.sandbox import Sandboxes
 
 if TYPE_CHECKING:  # not needed at run time; keeps commands that only read fast
     from antiphon.config import Config
     from antiphon.engine.worker import Worker
+    from antiphon.workspace.sandbox import Sandboxes
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class OperationContext:
         self.worker = worker
         self.toolbox = toolbox
         self.state_dir = state_dir
-        self.sandboxes = sandboxes or Sandboxes(config, state_dir)
+        self.sandboxes = sandboxes
         self.transcript_files = transcript_files
         # The result is the same for most rows of a list.
         self._cached_answering_model = lru_cache(maxsize=1024)(self._resolve_answering_model)
@@ -75,6 +75,12 @@ class OperationContext:
                 "This view of the store is for reading.", "Start Antiphon on this state directory."
             )
         return self.worker
+
+    def explain_missing_sandbox(self, agent_id: str) -> str | None:
+        """Return why the commands of an agent have no sandbox; None if they have one, or it is not known yet."""
+        if self.sandboxes is None:
+            return "Start Antiphon on this state directory to have sandboxes."
+        return self.sandboxes.explain_unavailable(agent_id)
 
     # --- sessions, inside a transaction ---
 

@@ -70,7 +70,7 @@ class SpawnRules:
         self._toolbox = context.toolbox
         self._permission_resolver = SubagentPermissionResolver(context.config, context.toolbox)
         self._state_dir = context.state_dir
-        self._sandboxes = context.sandboxes
+        self._explain_missing_sandbox = context.explain_missing_sandbox
         files = context.transcript_files
         self._transcripts_folder = "" if files is None else str(files.folder)
 
@@ -303,7 +303,7 @@ class SpawnRules:
                 f"Agent {target.id!r} does not run in a sandbox.",
                 "Spawn another agent, or leave sandbox 'require' out.",
             )
-        if request.sandbox == "require" and (fault := self._sandboxes.explain_unavailable(target.id)):
+        if request.sandbox == "require" and (fault := self._explain_missing_sandbox(target.id)):
             raise _build_refusal("sandbox", f"Agent {target.id!r} has no sandbox.", fault)
         return sandboxed
 

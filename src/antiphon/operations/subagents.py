@@ -71,7 +71,7 @@ class SubagentOperations:
         access.require_scope(caller, "spawn")
         files = self._spawn_rules.validate_request(request)
         worker = self._context.require_worker()
-        if request.sandbox == "require":
+        if request.sandbox == "require" and self._context.sandboxes is not None:
             await self._context.sandboxes.probe()
         origin = origin or RequestOrigin()
         task_id = derive_request_id(caller, request.idempotency_key, origin)
