@@ -39,6 +39,7 @@ from antiphon.tools import (
     create_work_tools,
 )
 from antiphon.tools.python_tools import load_python_tools
+from antiphon.workspace.sandbox import Sandboxes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -139,7 +140,7 @@ def build_toolbox(config: Config, python_tools: Sequence[Tool]) -> Toolbox:
     )
     work_tools = create_work_tools(config, _NoStore(), SystemClock(), Path())
     chat_tools = create_chat_tools(operations, config)
-    launcher = create_command_launcher(config, Path())
+    launcher = create_command_launcher(config, Sandboxes(config, Path()), Path())
     command_tools = create_command_tools(
         config, launcher, _NoStore(), LocalBus(), SystemClock(), Path()
     ).tools
