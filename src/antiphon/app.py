@@ -57,8 +57,8 @@ from antiphon.tools import (
 )
 from antiphon.transfers.mirror import TranscriptMirror, remove_mark
 from antiphon.workspace.bootstrap import BootstrapReader
-from antiphon.workspace.skills import read_skills
 from antiphon.workspace.sandbox import Sandboxes
+from antiphon.workspace.skills import read_skills
 
 __all__ = ["MAX_TOOL_RESULT_CHARACTERS", "App", "open_app", "open_app_operations", "open_operations_readonly"]
 
