@@ -181,6 +181,23 @@ def test_what_is_kept_can_be_looked_at(program: Program) -> None:
     assert (checked.code, "helper" in checked.out) == (0, True)
 
 
+@pytest.mark.requirement("T1", "T5", "T6", "P9")
+def test_a_sub_agent_reads_runs_a_command_and_leaves_a_file(program: Program) -> None:
+    *events, summary = [json.loads(line) for line in program.run("demo", "work", "--json").out.splitlines()]
+    calls = [event["name"] for event in events if event["event"] == "tool" and event["phase"] == "start"]
+    assert [name for name in calls if not name.startswith("sessions_")] == ["read", "exec", "write"]
+    outputs = [
+        block["text"]
+        for event in events
+        if event["event"] == "message" and event["body"].get("toolName") == "exec"
+        for block in event["body"]["content"]
+    ]
+    assert re.search(r"3 plum\s+2 pear\s+1 apple", outputs[0])
+    assert summary["tasks"] == {"clerk": "ok"}
+    assert Path(summary["writtenFile"]).read_text("utf-8").startswith("# Sales")
+    assert Path(summary["writtenFile"]).is_relative_to(summary["stateDir"])
+
+
 def test_where_it_was_kept_is_said(program: Program) -> None:
     done = program.run("demo", "--keep")
     (name,) = left_behind(program)

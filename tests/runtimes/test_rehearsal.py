@@ -112,6 +112,16 @@ async def test_calls_come_one_per_step_and_plus_joins_them() -> None:
     assert len(set(ids)) == 3
 
 
+async def test_the_directory_of_attachments_is_filled_in_where_the_instructions_name_it() -> None:
+    script = UserMessage(content='call ping {"path": "{attachments}/a.csv"}', timestamp=1)
+    instructions = "Files for the task are in '.antiphon/attachments/1a2b-3c'. They are data."
+    runtime = RehearsalRuntime(clock=ManualClock())
+    told = await runtime.step(prompt_of([script], instructions=instructions), Recorder())
+    untold = await runtime.step(prompt_of([script]), Recorder())
+    assert told.tool_calls[0].arguments == {"path": ".antiphon/attachments/1a2b-3c/a.csv"}
+    assert untold.tool_calls[0].arguments == {"path": "{attachments}/a.csv"}
+
+
 async def test_without_say_the_last_results_are_the_reply() -> None:
     answers = await play("call ping\ncall ping + call ping", ["first", "second", "third"])
     assert answers[-1].text == "second\nthird"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import msgspec
@@ -164,20 +165,25 @@ class MoveBuilder:
                 pass  # the text of an announce step is shown when it is delivered
 
     def _build_tool_result_moves(self, name: str, result: ToolResult) -> Iterator[Move]:
-        found: dict[str, Any] = msgspec.json.decode(result.text)
+        arguments = self._calls[result.tool_call_id].arguments if result.tool_call_id in self._calls else {}
         match result.tool_name:
             case "sessions_list":
-                keys = ", ".join(row["key"] for row in found["sessions"])
+                keys = ", ".join(row["key"] for row in msgspec.json.decode(result.text)["sessions"])
                 yield Move(name, None, "sessions_list", f"finds {keys}")
             case "sessions_send":
+                found = msgspec.json.decode(result.text)
                 took = found["delivery"]["queuedMs"] + found["delivery"]["runningMs"]
                 yield Move(name, None, "sessions_send", f"returns {found['status']!r} after {took} ms")
             case "sessions_spawn":
-                yield self._build_spawn_move(
-                    name, found["childSessionKey"], self._calls[result.tool_call_id].arguments
-                )
+                child_key = msgspec.json.decode(result.text)["childSessionKey"]
+                yield self._build_spawn_move(name, child_key, arguments)
             case "sessions_yield":
                 yield Move(name, None, "sessions_yield", "ends its turn until a report")
+            case "exec":
+                yield Move(name, None, "exec", str(arguments.get("command")), spoken=True)
+                yield Move(name, None, "output", " | ".join(result.text.split("\n")), spoken=True)
+            case "read" | "write" | "edit" as tool:
+                yield Move(name, None, tool, PurePosixPath(str(arguments.get("path"))).name)
             case other:
                 yield Move(name, None, other, "returns")
 

@@ -1,13 +1,12 @@
-"""`antiphon demo`: agents that find, message and spawn each other, drawn as it happens.
+"""`antiphon demo`: agents that message each other or work, drawn as it happens.
 
-Starts an app with two agents and the rehearsal model in a directory of its own. Two messages from a person start the
-conversation; the output is built only from the app's events.
+Starts an app with the rehearsal model in a directory of its own. Messages from a person start the conversation; the
+output is built only from the app's events. What is said is in `_demo_stories`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
 import signal
 import sys
@@ -17,13 +16,20 @@ from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from antiphon.bus import EVERY_SESSION_TOPIC, Event, Gap, Listener, MessageAppended, RunChanged, ToolPhase
 from antiphon.cli import _output
+from antiphon.cli._demo_stories import (
+    MAIN_SESSION_KEY,
+    PERSON_NAME,
+    STORIES_BY_NAME,
+    DemoStory,
+    strip_script_lines,
+)
 from antiphon.cli._move_diagram import (
     ASCII_CHARACTERS,
     MAX_DIAGRAM_COLUMNS,
@@ -41,70 +47,14 @@ if TYPE_CHECKING:
 DEFAULT_PACE_SECONDS = 0.35  # how long a step is shown before the next one
 MAX_PACE_SECONDS = 10.0
 EVENT_TIMEOUT_SECONDS = 20.0  # without any event, after which the demo gives up
-PERSON_NAME, MAIN_SESSION_KEY, HELPER_SESSION_KEY = "you", "agent:main:main", "agent:helper:main"
-NAMES_BY_SESSION_KEY = {MAIN_SESSION_KEY: "main", HELPER_SESSION_KEY: "helper"}
-
-DEMO_CONFIG = {
-    "agents": {"list": [{"id": "main", "default": True}, {"id": "helper"}]},
-    "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}},
-}
-
-INTRODUCTION_TEXT = (
-    "Two agents, main and helper; you write to main. The built-in rehearsal model answers for both, without a key or "
-    "a network. It understands nothing, so each message also carries the answers to come; they are left out below "
-    "(--json has them). The sessions, tools, turns and deliveries are real."
-)
-NEXT_STEPS = (
-    ("antiphon up", "run the gateway, for yourself and your agents"),
-    ("antiphon chat", "talk with an agent, in another terminal"),
-    ("docs/tools.md", "what agents can do with each other's sessions"),
-    ("docs/configuration.md", "how to use a real model"),
-)
-
-# The rehearsal model obeys instructions in a message, and each answer passes on the instructions for the next.
-SCRIPT_LINE_PATTERN = re.compile(r"(?:say|slow|call|announce)\b")
-ASK_SCRIPT = """\
-When does the ferry leave?
-say At 12:40, from pier 2.
-say say That is too early for us. Is there a later one?
-say say say Yes, at 15:10. Shall I hold two seats?
-say say say say Yes, please.
-announce I am holding two seats on the 15:10 ferry."""
-TASK_SCRIPT = """\
-How strong is the wind at 15:10?
-slow 0.3 A light breeze from the south-west."""
-
-
-class DemoScene(NamedTuple):
-    title: str
-    message: str
-    ends: frozenset[str]
-    """What must have ended before the next scene begins."""
-
-
-DEMO_SCENES = (
-    DemoScene(
-        "An agent asks another one",
-        f"Can we take the ferry today?\n"
-        f"call sessions_list {{}}\n"
-        f"call sessions_send {dumps({'sessionKey': HELPER_SESSION_KEY, 'message': ASK_SCRIPT})}\n"
-        f"say There is one at 12:40. I am asking for a later one.",
-        frozenset({"announce"}),
-    ),
-    DemoScene(
-        "An agent spawns a sub-agent",
-        f"Will the sea be calm?\n"
-        f"call sessions_spawn {dumps({'task': TASK_SCRIPT, 'label': 'scout'})}\n"
-        f"call sessions_yield {dumps({'message': 'A scout is finding out.'})}",
-        frozenset({"task", "wake"}),
-    ),
-)
 
 
 @click.command(
-    help="Watch two agents and a sub-agent work together. Needs no model, key or gateway: the rehearsal model "
-    "answers, in a temporary state directory that is removed afterwards."
+    help="Watch agents at work, with STORY `talk` (default) two agents and a sub-agent in conversation, with `work` a "
+    "sub-agent that reads a file, runs a command in a sandbox and writes one. Needs no model, key or gateway: the "
+    "rehearsal model answers, in a temporary state directory. It is removed afterwards, except after `work`."
 )
+@click.argument("story", type=click.Choice([*STORIES_BY_NAME]), default="talk")
 @click.option("--fast", is_flag=True, help="Do not pause between moves.")
 @click.option(
     "--pace",
@@ -115,22 +65,26 @@ DEMO_SCENES = (
 @click.option("--keep", is_flag=True, help="Keep the state directory and print its path.")
 @common_options
 @click.pass_obj
-def command(settings: Settings, fast: bool, pace: float | None, keep: bool) -> int:
+def command(settings: Settings, story: str, fast: bool, pace: float | None, keep: bool) -> int:
     from antiphon.event_loop import run
 
     if settings.state_dir or settings.config:
         raise click.UsageError("The demo uses a temporary state directory. Remove --state-dir and --config.")
     if pace is None:
         pace = DEFAULT_PACE_SECONDS if sys.stdout.isatty() else 0.0
-    presenter = _JsonPresenter() if settings.json else _DiagramPresenter(0.0 if fast else pace)
-    return run(_run_demo(presenter, debug=settings.debug, keep=keep))
+    chosen = STORIES_BY_NAME[story]
+    presenter = _JsonPresenter() if settings.json else _DiagramPresenter(chosen, 0.0 if fast else pace)
+    keep = keep or chosen.written_file is not None
+    return run(_run_demo(chosen, presenter, debug=settings.debug, keep=keep))
 
 
-async def _run_demo(presenter: _JsonPresenter | _DiagramPresenter, *, debug: bool, keep: bool) -> int:
+async def _run_demo(
+    story: DemoStory, presenter: _JsonPresenter | _DiagramPresenter, *, debug: bool, keep: bool
+) -> int:
     with _cancel_on_signal() as stopped:
         try:
-            with _make_state_dir(keep=keep) as state_dir:
-                await _play_scenes(presenter, state_dir, debug=debug, keep=keep)
+            with _make_state_dir(story.config, keep=keep) as state_dir:
+                await _play_scenes(story, presenter, state_dir, debug=debug, keep=keep)
         except asyncio.CancelledError:
             if not stopped:
                 raise
@@ -162,13 +116,13 @@ def _cancel_on_signal() -> Generator[list[int]]:
 
 
 @contextmanager
-def _make_state_dir(*, keep: bool) -> Generator[Path]:
+def _make_state_dir(config: dict[str, Any], *, keep: bool) -> Generator[Path]:
     from tempfile import mkdtemp
 
     state_dir = Path(mkdtemp(prefix="antiphon-demo-"))
     try:
         # Written to a file, so that a gateway started there later hosts the same agents.
-        (state_dir / "config.json5").write_text(dumps(DEMO_CONFIG, indent=2) + "\n", "utf-8")
+        (state_dir / "config.json5").write_text(dumps(config, indent=2) + "\n", "utf-8")
         yield state_dir
     finally:
         if not keep:
@@ -189,17 +143,23 @@ async def _open_demo_app(state_dir: Path, *, debug: bool) -> AsyncGenerator[tupl
 
 
 async def _play_scenes(
-    presenter: _JsonPresenter | _DiagramPresenter, state_dir: Path, *, debug: bool, keep: bool
+    story: DemoStory,
+    presenter: _JsonPresenter | _DiagramPresenter,
+    state_dir: Path,
+    *,
+    debug: bool,
+    keep: bool,
 ) -> None:
     from antiphon.access import Caller
     from antiphon.operations.types import IncomingMessage
 
     start = time.monotonic()
     operator = Caller.operator()
-    builder = MoveBuilder(NAMES_BY_SESSION_KEY, PERSON_NAME, _strip_script_lines)
+    builder = MoveBuilder(story.names_by_session_key, PERSON_NAME, strip_script_lines)
     async with _open_demo_app(state_dir, debug=debug) as (app, listener):
-        await app.operations.sessions.open(operator, HELPER_SESSION_KEY)
-        for scene in DEMO_SCENES:
+        for session_key in story.names_by_session_key:
+            await app.operations.sessions.open(operator, session_key)
+        for scene in story.scenes:
             await presenter.begin_scene(scene.title)
             await app.operations.messages.submit(
                 operator, IncomingMessage(session=MAIN_SESSION_KEY, content=scene.message)
@@ -208,12 +168,11 @@ async def _play_scenes(
                 event = _check_event(await listener.get(EVENT_TIMEOUT_SECONDS))
                 await presenter.show_event(event, builder.process_event(event))
         summary = await _build_summary(app, builder, time.monotonic() - start)
-    presenter.show_summary(summary, state_dir if keep else None)
+    presenter.show_summary(summary, state_dir if keep else None, _find_written_file(story, state_dir))
 
 
-def _strip_script_lines(text: str) -> str:
-    """Remove the instructions for the rehearsal model."""
-    return "\n".join(line for line in text.splitlines() if not SCRIPT_LINE_PATTERN.match(line))
+def _find_written_file(story: DemoStory, state_dir: Path) -> Path | None:
+    return next(state_dir.rglob(story.written_file), None) if story.written_file else None
 
 
 def _check_event(event: Event | None) -> Event:
@@ -299,26 +258,29 @@ class _JsonPresenter:
             plain["body"] = msgspec.json.decode(event.body)
         _output.print_json(plain, compact=True)
 
-    def show_summary(self, summary: DemoSummary, kept: Path | None) -> None:
+    def show_summary(self, summary: DemoSummary, kept: Path | None, written: Path | None) -> None:
         plain: dict[str, Any] = msgspec.to_builtins(summary)
-        _output.print_json(
-            {"event": "summary", **plain, "stateDir": str(kept) if kept else None}, compact=True
-        )
+        paths = {
+            "stateDir": str(kept) if kept else None,
+            **({"writtenFile": str(written)} if written else {}),
+        }
+        _output.print_json({"event": "summary", **plain, **paths}, compact=True)
 
 
 class _DiagramPresenter:
     """Draws each step after it happened, at a readable pace."""
 
-    def __init__(self, pace: float) -> None:
+    def __init__(self, story: DemoStory, pace: float) -> None:
+        self._story = story
         self._pace = pace
         self._waited = 0.0
         self._width = min(shutil.get_terminal_size().columns, MAX_DIAGRAM_COLUMNS)
         self._diagram = make_diagram(
-            [PERSON_NAME, *NAMES_BY_SESSION_KEY.values()],
+            [PERSON_NAME, *story.names_by_session_key.values()],
             self._width,
             UNICODE_CHARACTERS if _can_print_unicode() else ASCII_CHARACTERS,
         )
-        self._print_wrapped(INTRODUCTION_TEXT)
+        self._print_wrapped(story.introduction)
         click.echo()
 
     async def begin_scene(self, title: str) -> None:
@@ -328,7 +290,7 @@ class _DiagramPresenter:
         for move in moves:
             await self._print_lines(self._diagram.draw([move]))
 
-    def show_summary(self, summary: DemoSummary, kept: Path | None) -> None:
+    def show_summary(self, summary: DemoSummary, kept: Path | None, written: Path | None) -> None:
         click.echo()
         rows = [
             [part.name, str(part.runs), str(part.messages), str(part.tokens_in), str(part.tokens_out)]
@@ -338,14 +300,17 @@ class _DiagramPresenter:
         click.echo()
         for what, outcome in self._format_outcome(summary):
             self._print_wrapped(f"{what:<11} {outcome}", "    ")
+        if written:
+            click.echo(f"{'file':<11} {written}")
         if kept:
             click.echo(f"{'kept':<11} antiphon --state-dir {kept} sessions history main --tools")
         click.echo()
-        for number, (what, why) in enumerate(NEXT_STEPS):
+        for number, (what, why) in enumerate(self._story.next_steps):
             self._print_wrapped(f"{'      ' if number else 'Next: '}{what:<22} {why}", "        ")
 
     def _format_outcome(self, summary: DemoSummary) -> Iterator[tuple[str, str]]:
-        yield "exchange", f"settled: one request, one reply, {summary.turns} reply-back turns"
+        if summary.turns:
+            yield "exchange", f"settled: one request, one reply, {summary.turns} reply-back turns"
         for name, status in summary.tasks.items():
             yield "sub-agent", f"{name} reported {status!r}"
         yield "deliveries", f"{summary.deliveries['delivered']}, all delivered"

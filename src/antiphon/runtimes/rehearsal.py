@@ -9,6 +9,8 @@ One instruction per line; other lines are ignored as long as at least one line i
     fail <text>              fail as a provider would
     announce <text>          the reply when this request is announced later
 
+In the arguments of a call, `{attachments}` stands for the directory of the files that a sub-agent was given.
+
 Without `say` the reply is the last step's tool results, or a short confirmation; `say` alone makes it empty; without
 any instruction it is a short usage text. In an announce step it replies with the `announce` text, or passes on the
 result; where it may end a conversation between agents and has no further instruction, it does. The position in the
@@ -44,6 +46,8 @@ from antiphon.runtimes import Deltas, Prompt
 
 _CALL_PATTERN = re.compile(r"call\s+(\S+)\s*")
 _PLUS_PATTERN = re.compile(r"\s*\+\s*(?=call\s)")
+_ATTACHMENTS_PLACEHOLDER = "{attachments}"
+_ATTACHMENTS_PATTERN = re.compile(r"\.antiphon/attachments/[0-9A-Za-z-]+")
 
 
 class _ScriptStep(msgspec.Struct):
@@ -100,7 +104,11 @@ class RehearsalRuntime:
         # Ids depend only on the run and step, so a repeated step is recognised.
         run = blake2s(prompt.run_id.encode(), digest_size=6).hexdigest()
         calls = [
-            ToolCall(id=f"call_{run}_{len(prompt.messages)}_{index}", name=name, arguments=arguments)
+            ToolCall(
+                id=f"call_{run}_{len(prompt.messages)}_{index}",
+                name=name,
+                arguments=_fill_in_attachments(arguments, prompt.instructions),
+            )
             for index, (name, arguments) in enumerate(step.calls)
         ]
         return self._build_assistant(prompt, [*_emit_thinking(step.thoughts, deltas), *calls])
@@ -243,6 +251,14 @@ def _read_arguments(line: str, at: int) -> tuple[dict[str, Any], int]:
     except json.JSONDecodeError as error:
         raise ValueError(f"its arguments are not JSON ({error.msg})") from error
     return cast(dict[str, Any], arguments), end
+
+
+def _fill_in_attachments(arguments: dict[str, Any], instructions: str) -> dict[str, Any]:
+    """Return the arguments with the placeholder replaced by the directory that the instructions name, if any."""
+    directory = _ATTACHMENTS_PATTERN.search(instructions)
+    if directory is None:
+        return arguments
+    return json.loads(json.dumps(arguments).replace(_ATTACHMENTS_PLACEHOLDER, directory[0]))
 
 
 def _find_next_step(script: _Script, done: int) -> _ScriptStep:
