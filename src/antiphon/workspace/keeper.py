@@ -300,7 +300,7 @@ class RunningCommand:
     async def _end_remaining_processes(self) -> None:
         """End what the command leaves behind. Servers are to be started as commands of their own."""
         for _ in range(MAX_KILL_ROUNDS):
-            if not self._signal_tree(signal.SIGKILL):
+            if not has_children() or not self._signal_tree(signal.SIGKILL):
                 return
             await asyncio.sleep(0.01)
 
@@ -337,6 +337,17 @@ def open_memory_file(data: bytes) -> int:
         file.write(data)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
+
+
+def has_children() -> bool:
+    """Whether this process has any child. What an ended command left behind has become one, where that is possible."""
+    if sys.platform != "linux":
+        return True
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def find_job_processes(job_id: str, root: int | None, known: dict[int, bytes]) -> dict[int, bytes]:
@@ -443,7 +454,7 @@ class Keeper:
 
     async def _finish(self, job: RunningCommand, status: int) -> None:
         result = await job.finish(status)
-        write_json(job.folder / "result.json", result)
+        write_json(job.folder / "result.json", result, survives_power_failure=False)  # without it, it is lost
         self._running.pop(job.id, None)
         job.ended.set()
         self._job_ended.set()
@@ -594,15 +605,17 @@ class Keeper:
         return self._jobs_directory / hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
-def write_json(path: Path, value: Json) -> None:
-    """Write a file so that it is there completely or not at all, also after a power failure."""
+def write_json(path: Path, value: Json, *, survives_power_failure: bool = True) -> None:
+    """Write a file so that it is there completely or not at all."""
     draft = path.with_name(path.name + ".draft")
     with draft.open("w", encoding="utf-8") as file:
         json.dump(value, file)
         file.flush()
-        os.fsync(file.fileno())
+        if survives_power_failure:
+            os.fsync(file.fileno())
     draft.rename(path)
-    sync_directory(path.parent)
+    if survives_power_failure:
+        sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:
