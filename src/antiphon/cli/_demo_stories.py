@@ -86,7 +86,7 @@ _TALK_STORY = DemoStory(
 
 _SALES = "date,fruit\n06-01,pear\n06-01,plum\n06-02,plum\n06-03,apple\n06-03,plum\n06-04,pear\n"
 _SUMMARY = "# Sales\n\nThe plum sold best: 3 of 6. Then the pear (2) and the apple (1).\n"
-_COUNT_COMMAND = "tail -n +2 {attachments}/sales.csv | cut -d, -f2 | sort | uniq -c | sort -rn"
+_COUNT_COMMAND = "cd {attachments}; tail -n +2 sales.csv | cut -d, -f2 | sort | uniq -c | sort -rn"
 _COUNT_SCRIPT = f"""\
 Which fruit sold best? Write a summary.
 call read {dumps({"path": "{attachments}/sales.csv"})}

@@ -181,7 +181,8 @@ class MoveBuilder:
                 yield Move(name, None, "sessions_yield", "ends its turn until a report")
             case "exec":
                 yield Move(name, None, "exec", str(arguments.get("command")), spoken=True)
-                yield Move(name, None, "output", " | ".join(result.text.split("\n")), spoken=True)
+                shown = [" ".join(line.split()) for line in result.text.splitlines() if line.strip()]
+                yield Move(name, None, "output", ", ".join(shown), spoken=True)
             case "read" | "write" | "edit" as tool:
                 yield Move(name, None, tool, PurePosixPath(str(arguments.get("path"))).name)
             case other:

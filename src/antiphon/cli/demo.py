@@ -167,12 +167,19 @@ async def _play_scenes(
             while not scene.ends <= builder.finished:
                 event = _check_event(await listener.get(EVENT_TIMEOUT_SECONDS))
                 await presenter.show_event(event, builder.process_event(event))
+        written = await asyncio.to_thread(_find_written_file, app, story, state_dir)
         summary = await _build_summary(app, builder, time.monotonic() - start)
-    presenter.show_summary(summary, state_dir if keep else None, _find_written_file(story, state_dir))
+    presenter.show_summary(summary, state_dir if keep else None, written)
 
 
-def _find_written_file(story: DemoStory, state_dir: Path) -> Path | None:
-    return next(state_dir.rglob(story.written_file), None) if story.written_file else None
+def _find_written_file(app: App, story: DemoStory, state_dir: Path) -> Path | None:
+    if story.written_file is None:
+        return None
+    if written := next(state_dir.rglob(story.written_file), None):
+        return written
+    if reason := app.toolbox.tools["exec"].explain_absence("main"):
+        raise AntiphonError("The demo failed: its command could not run.", reason)
+    raise _make_demo_error("the sub-agent wrote no file")
 
 
 def _check_event(event: Event | None) -> Event:

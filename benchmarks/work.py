@@ -1,0 +1,157 @@
+"""What the tools for work cost: commands, with and without a sandbox, files, and many commands at once.
+
+    uv run python benchmarks/work.py            all of it, about a minute
+    uv run python benchmarks/work.py --quick    small sizes
+    uv run python benchmarks/work.py commands   only this part
+
+Each call is made as in a step of a run. `subprocess` in the same run is the yardstick for the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import tempfile
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from antiphon.access import Caller
+from antiphon.app import App, open_app
+from antiphon.bus import EVERY_SESSION_TOPIC, MessageAppended
+from antiphon.config import parse
+from antiphon.engine.runs.command_rows import COMMAND_END_KIND
+from antiphon.engine.toolbox import ToolOutput, ToolRequest
+from antiphon.messages import UserMessage, decode_message
+from antiphon.runtimes import Prompt
+from antiphon.runtimes.function import FunctionRuntime
+from antiphon.workspace.keeper_client import KEEPER_DIRECTORY_NAME
+from figures import Figure, at_least, at_most, main, timed
+
+OPERATOR = Caller.operator()
+MAIN = Caller.agent("main", "agent:main:main")
+COUNTS = {"commands": 200, "reads": 100, "background": 100}
+QUICK = {"commands": 40, "reads": 30, "background": 20}
+IN_SANDBOX: dict[str, Any] = {"agents": {"list": [{"id": "main", "default": True}]}}
+ON_GATEWAY: dict[str, Any] = {
+    **IN_SANDBOX,
+    "tools": {"exec": {"host": "gateway", "security": "full", "ask": "off"}},
+}
+MAX_WAIT_SECONDS = 120.0
+
+
+async def instant(prompt: Prompt) -> str:
+    return "ok"
+
+
+@asynccontextmanager
+async def hosted(folder: Path, settings: dict[str, Any]) -> AsyncGenerator[App]:
+    functions = {"main": FunctionRuntime(instant, history=False)}
+    async with open_app(parse(settings)[0], folder, functions=functions) as opened:
+        await opened.operations.sessions.open(OPERATOR, "agent:main:main")
+        yield opened
+
+
+async def call(opened: App, tool: str, **arguments: Any) -> ToolOutput:
+    """As a run's step would, without the run."""
+    made = ToolRequest(
+        caller=MAIN,
+        run_id="benchmark",
+        call_id=uuid.uuid4().hex,
+        arguments=arguments,
+        tool_names=opened.toolbox.names,
+    )
+    result = await opened.toolbox.tools[tool].invoke(made)
+    assert not result.is_error, result.text
+    return result
+
+
+async def run_true() -> None:
+    process = await asyncio.create_subprocess_exec("/bin/true")
+    await process.wait()
+
+
+async def commands(counts: dict[str, int]) -> list[Figure]:
+    plain = statistics.median(await timed(run_true, counts["commands"]))
+    figures = [at_most("subprocess: true, p50", plain, "ms", 1000)]
+    for name, settings, most in (("plain", ON_GATEWAY, 6), ("in bwrap", IN_SANDBOX, 20)):
+        with tempfile.TemporaryDirectory() as folder:
+            async with hosted(Path(folder), settings) as opened:
+                await call(opened, "exec", command="true")  # starts the keeper
+                times = await timed(lambda: call(opened, "exec", command="true"), counts["commands"])
+                figures.append(at_most(f"exec true, {name}, p50", statistics.median(times), "ms", most))
+    return figures
+
+
+async def files(counts: dict[str, int]) -> list[Figure]:
+    with tempfile.TemporaryDirectory() as folder:
+        async with hosted(Path(folder), IN_SANDBOX) as opened:
+            await call(opened, "write", path="large.txt", content="a line of text\n" * 69_000)
+            times = await timed(lambda: call(opened, "read", path="large.txt"), counts["reads"])
+            return [at_most("read of a 1 MB file, p50", statistics.median(times), "ms", 5)]
+
+
+async def background(counts: dict[str, int]) -> list[Figure]:
+    """Start many commands at once, each from a session of its own, and count the notes about their ends."""
+    keys = [f"agent:main:direct:{number}" for number in range(counts["background"])]
+    with tempfile.TemporaryDirectory() as folder:
+        async with (
+            hosted(Path(folder), ON_GATEWAY) as opened,
+            opened.bus.listen(EVERY_SESSION_TOPIC) as heard,
+        ):
+            for key in keys:
+                await opened.operations.sessions.open(OPERATOR, key)
+            await asyncio.gather(*(start_in_background(opened, key) for key in keys))
+            notes: dict[str, int] = {}
+            async with asyncio.timeout(MAX_WAIT_SECONDS):
+                while sum(notes.values()) < len(keys):
+                    event = await heard.get(MAX_WAIT_SECONDS)
+                    if isinstance(event, MessageAppended) and is_command_note(event):
+                        notes[event.session_key] = notes.get(event.session_key, 0) + 1
+            keeper = find_keeper(Path(folder))
+            return [
+                at_least(
+                    "background commands reported once", sum(n == 1 for n in notes.values()), "", len(keys)
+                ),
+                at_most("resident memory of the keeper", keeper.memory_info().rss / 1e6, "MB", 25),
+            ]
+
+
+async def start_in_background(opened: App, key: str) -> None:
+    made = ToolRequest(
+        caller=Caller.agent("main", key),
+        run_id=f"benchmark {key}",
+        call_id="call",
+        arguments={"command": "sleep 1; echo done", "background": True},
+        tool_names=opened.toolbox.names,
+    )
+    result = await opened.toolbox.tools["exec"].invoke(made)
+    assert not result.is_error, result.text
+
+
+def is_command_note(event: MessageAppended) -> bool:
+    message = decode_message(event.body)
+    return (
+        isinstance(message, UserMessage)
+        and message.provenance is not None
+        and message.provenance.kind == COMMAND_END_KIND
+    )
+
+
+def find_keeper(state_dir: Path) -> psutil.Process:
+    directory = str(state_dir / KEEPER_DIRECTORY_NAME)
+    for process in psutil.process_iter(["cmdline"]):
+        if directory in (process.info["cmdline"] or []) and process.pid != os.getpid():
+            return process
+    raise AssertionError("no keeper runs")
+
+
+PARTS = {"commands": commands, "files": files, "background": background}
+
+if __name__ == "__main__":
+    main(__doc__, PARTS, COUNTS, QUICK)
