@@ -13,10 +13,14 @@ from typing import Any
 
 import pytest
 
+from antiphon.access import Caller
 from antiphon.config import Config
 from antiphon.messages import AssistantMessage, TextBlock, ThinkingBlock, ToolCall, ToolResult
 from antiphon.operations.types import SessionPatch
 from antiphon.runtimes import Prompt
+from antiphon.workspace.command_launch import CommandLauncher, Launch
+from antiphon.workspace.locations import SessionWorkspaceLocator
+from antiphon.workspace.sandbox import Sandboxes
 from support.agents_fixture import (
     OPERATOR,
     AgentsFixture,
@@ -293,6 +297,22 @@ async def test_the_list_refuses_what_is_not_on_it(tmp_path: Path) -> None:
             assert "'tools.exec.security' is 'allowlist'" in await run(agents, command)
         assert "allowlist" in await run(agents, "echo a", env={"LD_PRELOAD": "/tmp/x.so"})
         assert find_rows(agents)[1:] == []
+
+
+@pytest.mark.sqlite_only
+@pytest.mark.requirement("T6")
+@pytest.mark.parametrize("security", ["allowlist", "full"])
+async def test_variables_make_a_listed_program_another_one(tmp_path: Path, security: str) -> None:
+    config = configure(security=security, ask="on-miss", allowlist=["echo"])
+    launcher = CommandLauncher(config, SessionWorkspaceLocator(config, tmp_path), Sandboxes(config, tmp_path))
+
+    def decide(**more: Any) -> str:
+        launch = Launch(timeout_seconds=1, stdin=False, pty=False, **more)
+        return launcher.decide(Caller.agent("main", MAIN), launch)
+
+    for command in ("echo listed", "wc -l"):
+        assert decide(command=command) == "run"
+        assert decide(command=command, env={"LD_PRELOAD": "/workspace/x.so"}) == "ask"
 
 
 @pytest.mark.requirement("T6")

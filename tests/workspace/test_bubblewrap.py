@@ -161,6 +161,17 @@ def test_no_secret_of_the_gateway_is_inside(run: Run) -> None:
     assert "/sandbox" not in done.stdout  # paths of the host
 
 
+def test_variables_of_a_command_do_not_reach_what_starts_it(run: Run, place: Path) -> None:
+    """The loader writes down every program that it starts with these variables, such as one that is still root."""
+    (place / "workspace").chmod(0o777)
+    done = run("true", env={"LD_DEBUG": "files", "LD_DEBUG_OUTPUT": "/workspace/debug", "-a": "b"})
+    assert done.returncode == 0, done.stderr
+    traces = list((place / "workspace").glob("debug.*"))
+    owner = UNPRIVILEGED_UID if IS_ROOT else os.getuid()
+    assert {trace.stat().st_uid for trace in traces} == {owner}
+    assert not [trace for trace in traces if "setpriv" in trace.read_text()]
+
+
 def test_there_is_no_network(run: Run) -> None:
     script = """
 import socket

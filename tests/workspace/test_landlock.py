@@ -12,6 +12,7 @@ import pytest
 
 from antiphon.errors import SandboxUnavailable
 from antiphon.workspace import landlock_launcher, sandbox_backend
+from antiphon.workspace.sandbox_backend import SandboxedCommand
 from support.sandboxes import CHILD, MAIN, make_sandboxes, open_way_to, run, run_command
 
 pytestmark = [
@@ -45,6 +46,16 @@ async def test_a_command_works_in_its_workspace(state: Path) -> None:
     assert (await run(sandboxes, MAIN, "pwd", "/workspace/a")).strip() == str(
         state / "workspaces" / "main" / "a"
     )
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root makes a process 1 without further namespaces")
+async def test_a_gateway_that_is_process_1_of_a_container_runs_commands(state: Path) -> None:
+    command = await make_sandboxes(state, backend="landlock").wrap(
+        MAIN, ["/bin/echo", "done"], workdir=None, env={}
+    )
+    as_its_child = ["unshare", "--pid", "--fork", "--mount-proc", "/bin/sh", "-c", '"$@"; exit $?', "sh"]
+    done = run_command(SandboxedCommand([*as_its_child, *command.argv], command.env, command.files))
+    assert done.stdout == "done\n"
 
 
 @pytest.mark.requirement("AT12")

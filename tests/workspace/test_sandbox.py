@@ -112,12 +112,19 @@ async def test_a_sub_agent_starts_in_its_own_directory_also_if_it_shares_the_wor
 
 
 @pytest.mark.requirement("AT11")
-async def test_a_workspace_replaced_by_a_link_is_not_mounted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variables", [{}, {"PATH": "/tmp"}])
+async def test_a_workspace_replaced_by_a_link_is_not_mounted(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
+    """Also if the command has its own idea of the program that checks it."""
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "file").write_text("canary-secret")
     sandboxes = make_sandboxes(tmp_path)
-    command = await sandboxes.wrap(CHILD, ["/bin/cat", "file"], workdir=None, env={})
     own = tmp_path / "workspaces" / "main" / "subagents" / "6f0c"
+    command = await sandboxes.wrap(CHILD, ["/bin/cat", "file"], workdir=None, env=variables)
+    status = own.stat()
+    number = f"{status.st_dev}:{status.st_ino}"
+    await run(sandboxes, CHILD, f"printf '#!/bin/sh\necho {number}\n' > /tmp/stat; chmod +x /tmp/stat")
     own.rmdir()
     own.symlink_to(tmp_path / "secret")
     done = run_command(command)

@@ -24,6 +24,7 @@ from antiphon.workspace.sandbox_backend import (
     SandboxedCommand,
     SandboxFault,
     find_attestation_fault,
+    set_variables,
 )
 
 SANDBOX_UID = 1000  # inside a user namespace; without one, the configured user keeps its number
@@ -68,15 +69,16 @@ class Bubblewrap:
     ) -> SandboxedCommand:
         """Return the command line that runs `command` inside a new sandbox."""
         arguments = [*self._build_isolation(), *_build_system(), *_build_mounts(mounts), "--chdir", cwd]
-        environment = {**COMMAND_ENVIRONMENT, **env}
-        for name, value in environment.items():
+        for name, value in COMMAND_ENVIRONMENT.items():
             arguments += ["--setenv", name, value]
         files = {ARGUMENTS_PLACEHOLDER: b"".join(os.fsencode(text) + b"\0" for text in arguments)}
         argv = [*self._build_limits(), str(self._program), "--args", ARGUMENTS_PLACEHOLDER]
         if self._filter is not None:
             argv += ["--seccomp", FILTER_PLACEHOLDER]
             files[FILTER_PLACEHOLDER] = self._filter
-        return SandboxedCommand([*argv, "--", *self._build_user_change(), *command], {}, files)
+        return SandboxedCommand(
+            [*argv, "--", *self._build_user_change(), *set_variables(command, env)], {}, files
+        )
 
     def find_fault(self, attestation: str, mounts: Mapping[str, str]) -> str | None:
         """Return what the attestation shows to be wrong, or None if the sandbox is isolated."""

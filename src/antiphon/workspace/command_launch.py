@@ -131,7 +131,8 @@ class CommandLauncher:
             else settings.safe_bin_trusted_dirs,
         )
         decision = decide(launch.command, rules)
-        if decision == "run" and launch.env and settings.security == "allowlist":
+        is_unrestricted = settings.security == "full" and settings.ask == "off"
+        if decision == "run" and launch.env and not is_unrestricted:
             # Variables decide what a listed program does, so it is not the listed one any more.
             return "refuse" if settings.ask == "off" else "ask"
         return decision

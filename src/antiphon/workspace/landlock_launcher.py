@@ -107,13 +107,11 @@ def examine_sockets() -> str:
     return "refused"
 
 
-def restrict(spec: dict[str, Any]) -> None:
-    """Give up everything that the description does not allow."""
+def restrict(spec: dict[str, Any], parent: int) -> None:
+    """Give up everything that the description does not allow. It is killed with its parent from then on."""
     version = get_version()
     if version == 0:
         raise Refused("this kernel has no Landlock, or it is off")
-    if os.getppid() == 1:
-        raise Refused("the process that started it has ended")
     ruleset, handled = create_ruleset(version)
     everything = handled & ~_MAKE_DEVICES
     for path in spec["readable"]:
@@ -144,6 +142,8 @@ def restrict(spec: dict[str, Any]) -> None:
         except OSError:
             raise Refused(f"user {spec['user']} cannot enter the directories above the workspace") from None
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        raise Refused("the process that started it has ended")
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _call(_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
@@ -151,10 +151,11 @@ def restrict(spec: dict[str, Any]) -> None:
 
 
 def main() -> int:
+    parent = os.getppid()  # in a container, it may be process 1
     with open(int(sys.argv[1]), "rb") as file:  # noqa: PTH123 - a descriptor
         spec = json.load(file)
     try:
-        restrict(spec)
+        restrict(spec, parent)
     except (OSError, Refused) as error:
         print(f"landlock: {error}", flush=True)  # noqa: T201 - the output of the command
         return _REFUSED_STATUS

@@ -44,6 +44,7 @@ from antiphon.workspace.sandbox_backend import (
     check_bind_targets,
     check_mounts,
     find_program,
+    set_variables,
 )
 
 if TYPE_CHECKING:
@@ -135,10 +136,11 @@ class Sandboxes:
                 f"The sandbox {selected.backend.name!r} does not work: {error.fault.reason}.",
                 f"To fix it, {error.fault.cure}.",
             ) from None
+        command = set_variables(command, env)
         if selected.backend.name == "bwrap" and workspace.workspace.below:
             expected = numbers[WORKSPACE_MOUNT]
             command = ["/bin/sh", "-c", _CHECKED_START, "sh", WORKSPACE_MOUNT, expected, *command]
-        return selected.backend.wrap(command, workspace.mounts, cwd=cwd, env=env)
+        return selected.backend.wrap(command, workspace.mounts, cwd=cwd, env={})
 
     async def explain_failed_start(self, caller: Caller, output: str) -> str | None:
         """Return why a command that failed could not be started, or None if its sandbox works.

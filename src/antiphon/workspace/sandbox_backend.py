@@ -111,6 +111,17 @@ class SandboxBackend(Protocol):
         ...
 
 
+def set_variables(command: Sequence[str], env: Mapping[str, str]) -> Sequence[str]:
+    """Return a command that starts with these variables.
+
+    What runs before it, such as the change of the user, must not see them: LD_PRELOAD and PATH decide what a program
+    does.
+    """
+    if not env:
+        return command
+    return ["/usr/bin/env", "--", *(f"{name}={value}" for name, value in env.items()), *command]
+
+
 def find_program(name: str, forbidden: Iterable[Path]) -> Path | None:
     """Return a program in a system directory, or one on PATH that no agent could have written."""
     for directory in (*PROGRAM_DIRECTORIES, *os.environ.get("PATH", "").split(os.pathsep)):
