@@ -1,0 +1,175 @@
+"""Commands with the real gateway: a model over HTTP runs them in the sandbox, and on this machine when allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from antiphon.client import Client, Site
+from antiphon.workspace.sandbox_backend import find_program
+from cli.gateways import token, up
+from cli.terminal import BOUND, Program
+from support.keepers import end_keeper, wait_until_true
+from support.model_provider import Answer, Call, Provider
+
+pytestmark = pytest.mark.anyio
+
+Json = dict[str, Any]
+SCRIPT_BY_MESSAGE: dict[str, list[tuple[str, Json]]] = {
+    "work": [
+        ("exec", {"command": "echo from a command > made.txt; pwd"}),
+        ("read", {"path": "made.txt"}),
+        (
+            "exec",
+            {"command": "tail -n +3 /proc/net/dev | cut -d: -f1; bash -c ': > /dev/tcp/127.0.0.1/PORT'"},
+        ),
+        (
+            "exec",
+            {"command": "while [ ! -e go ]; do sleep 0.05; done; echo finished; exit 3", "background": True},
+        ),
+        ("process", {"action": "poll", "sessionId": "ID"}),
+    ],
+    "look": [("process", {"action": "poll", "sessionId": "ID"})],
+    "ask": [
+        ("exec", {"command": "echo listed"}),
+        ("exec", {"command": "echo once >> effect; echo the answer"}),
+    ],
+}
+
+
+def choose_answer(body: Json, port: str) -> Answer:
+    """Answer as a model that works through the calls for the last message, and then repeats their results."""
+    messages = cast("list[Json]", body["messages"])
+    last_user = max(number for number, message in enumerate(messages) if message["role"] == "user")
+    results = [message["content"] for message in messages[last_user + 1 :] if message["role"] == "tool"]
+    calls = SCRIPT_BY_MESSAGE.get(messages[last_user]["content"], [])
+    if len(results) == len(calls):
+        return Answer(text=(" | ".join(results) or "noted",))
+    name, given = calls[len(results)]
+    started = re.findall(r"sessionId '(\w+)'", " ".join(str(message["content"]) for message in messages))
+    text = json.dumps(given).replace("ID", started[-1] if started else "").replace("PORT", port)
+    return Answer(calls=(Call(name, text, f"call_{len(messages)}"),))
+
+
+@dataclass
+class Installation:
+    program: Program
+    provider: Provider
+    client: Client
+
+    async def send(self, message: str) -> str:
+        """Send a message to the main session; return the id of its run."""
+        sent = await self.client.call(
+            "chat.send", {"sessionKey": "main", "message": message, "idempotencyKey": message}
+        )
+        return sent["runId"]
+
+    async def wait_for_reply(self, run_id: str) -> str:
+        ended = await self.client.call(
+            "agent.wait", {"runId": run_id, "timeoutMs": int(BOUND * 1000)}, seconds=BOUND
+        )
+        assert ended["status"] == "ok", ended.get("error")
+        return ended["reply"]
+
+    def find_notes(self) -> list[str]:
+        """Return what the last prompt says about ends of background commands."""
+        texts = [str(message["content"]) for message in self.provider.bodies[-1]["messages"]]
+        return [text for text in texts if "The background command" in text]
+
+
+@asynccontextmanager
+async def running(program: Program, tools: Json) -> AsyncGenerator[Installation]:
+    provider = Provider(choose=lambda body: choose_answer(body, provider.url.rpartition(":")[2]))
+    async with provider.running():
+        program.configure(
+            {
+                "agents": {"defaults": {"workspace": "~/work"}},
+                "tools": {"profile": "coding", **tools},
+                "models": {
+                    "providers": {"local": {"baseUrl": f"{provider.url}/v1", "models": [{"id": "m"}]}}
+                },
+            }
+        )
+        try:
+            with up(program) as gateway:
+                site = Site(gateway.url, token(program))
+
+                async def find() -> Site:
+                    return site
+
+                async with Client(find) as client:
+                    yield Installation(program, provider, client)
+                assert gateway.stop() == 0
+        finally:
+            end_keeper(program.state)
+
+
+@pytest.fixture
+def program(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
+    return Program(tmp_path, tmp_path_factory.getbasetemp().parent / "antiphon-bytecode")
+
+
+@pytest.mark.skipif(
+    find_program("bwrap", []) is None, reason="bwrap is not installed (apt-get install bubblewrap)"
+)
+@pytest.mark.requirement("T1", "T5", "T6", "AT4", "AT9")
+async def test_a_model_runs_commands_in_the_sandbox(program: Program) -> None:
+    async with running(program, {}) as antiphon:
+        reply = await antiphon.wait_for_reply(await antiphon.send("work"))
+        written, read, network_seen, started, polled = reply.split(" | ")
+        assert written.endswith("\n\n/workspace\n")
+        assert "from a command" in read
+        assert "\n\nlo\n" in re.sub(" +", "", network_seen)
+        assert "Connection refused" in network_seen
+        assert (antiphon.program.home / "work" / "made.txt").read_text() == "from a command\n"
+        for text in (started, polled):
+            assert text.startswith("Running for ")
+        (antiphon.program.home / "work" / "go").touch()
+
+        async def is_told() -> bool:
+            return bool(antiphon.find_notes())
+
+        await wait_until_true(is_told, BOUND)
+        [found] = re.findall(r"sessionId '(\w+)'", started)[:1]
+        assert await antiphon.wait_for_reply(f"wake:exec:{found}") == "noted"
+        looked = await antiphon.wait_for_reply(await antiphon.send("look"))
+        assert looked.startswith("Exit code 3 after ")
+        assert looked.endswith("\n\nfinished\n")
+        [note] = antiphon.find_notes()
+        assert f"The background command '{found}' has ended. Exit code 3 after " in note
+        assert "\n\nfinished\n<<<end " in note
+
+
+@pytest.mark.requirement("T1", "T6", "T7", "AT13")
+async def test_a_command_on_this_machine_waits_for_a_person_and_runs_once(program: Program) -> None:
+    settings = {"host": "gateway", "security": "allowlist", "ask": "on-miss", "allowlist": ["echo"]}
+    effect = program.home / "work" / "effect"
+    async with running(program, {"exec": settings}) as antiphon:
+        run_id = await antiphon.send("ask")
+        waiting: list[Json] = []
+        async with asyncio.timeout(BOUND):
+            while not waiting:
+                listed = await asyncio.to_thread(program.run, "approvals", "list", "--json")
+                assert listed.code == 0, listed.err
+                waiting = listed.json["approvals"]
+        [approval] = waiting
+        assert "echo once >> effect; echo the answer" in json.dumps(approval)
+        assert not effect.exists()
+        allowed = await asyncio.to_thread(program.run, "approvals", "allow", approval["id"])
+        assert allowed.code == 0, allowed.err
+        listed, answered = (await antiphon.wait_for_reply(run_id)).split(" | ")
+        assert listed.endswith("\n\nlisted\n")
+        assert answered.startswith("Exit code 0 after ")
+        assert answered.endswith("\n\nthe answer\n")
+        assert effect.read_text() == "once\n"
+        await asyncio.to_thread(program.run, "approvals", "allow", approval["id"])
+        assert await antiphon.wait_for_reply(await antiphon.send("thanks")) == "noted"
+        assert effect.read_text() == "once\n"
