@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -176,12 +176,19 @@ class OperationContext:
 
     def build_session_view(self, caller: Caller, row: Row) -> SessionView:
         """Build the view of a row from `session_rows.load_list_row`."""
-        return self.build_listed_view(caller, SessionListRow(*row))
+        [view] = self.build_listed_views(caller, [SessionListRow(*row)])
+        return view
 
-    def build_listed_view(self, caller: Caller, row: SessionListRow) -> SessionView:
-        path = None if self.transcript_files is None else self.transcript_files.get_path(row.session_id)
-        view = types.build_session_view(row, caller.agent_id, path, self._cached_answering_model)
-        return view if caller.is_operator else self._hide_unreachable_relatives(caller, view, row.key)
+    def build_listed_views(self, caller: Caller, rows: Sequence[SessionListRow]) -> list[SessionView]:
+        find_path = _find_no_path if self.transcript_files is None else self.transcript_files.get_path
+        viewer, find_model, build = caller.agent_id, self._cached_answering_model, types.build_session_view
+        views = [build(row, viewer, find_path(row.session_id), find_model) for row in rows]
+        if caller.is_operator:
+            return views
+        return [
+            self._hide_unreachable_relatives(caller, row.key, view)
+            for row, view in zip(rows, views, strict=True)
+        ]
 
     def _resolve_answering_model(self, agent_id: str, chosen: str | None, last: str | None) -> AnsweringModel:
         """Return the session's own model, else its agent's; if neither is configured, the one that answered last.
@@ -197,7 +204,7 @@ class OperationContext:
                     return AnsweringModel(name, self.config.get_context_window(name))
         return AnsweringModel(last, None)
 
-    def _hide_unreachable_relatives(self, caller: Caller, view: SessionView, key: str) -> SessionView:
+    def _hide_unreachable_relatives(self, caller: Caller, key: str, view: SessionView) -> SessionView:
         """Remove the parent and the child count from a view if the caller may not see them."""
         reach = _compute_cached_reach(caller, self.session_resolver.get_grants(caller))
         parent = view.parent_key
@@ -209,6 +216,10 @@ class OperationContext:
             parent = parent if below else None
         children = view.child_count if reach.descendants else None
         return msgspec.structs.replace(view, parent_key=parent, child_count=children)
+
+
+def _find_no_path(_session_id: str) -> None:
+    """Stand in for `TranscriptFiles.get_path` where no files are written."""
 
 
 _compute_cached_reach = lru_cache(maxsize=256)(access.compute_reach)  # the same for every row of a list

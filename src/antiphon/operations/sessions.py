@@ -339,7 +339,7 @@ class SessionOperations:
         await self._context.find_transcript_files((row.session_id, row.key) for row in page)
         return SessionPage(
             count=len(page),
-            sessions=[self._context.build_listed_view(caller, row) for row in page],
+            sessions=self._context.build_listed_views(caller, page),
             scope="all" if caller.is_operator else self._context.session_resolver.get_grants(caller).read,
             next_cursor=_format_cursor(page[-1]) if len(rows) > limit else None,
         )
