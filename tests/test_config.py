@@ -490,6 +490,8 @@ def test_each_key_without_effect_is_told_with_what_to_do_instead(place: str) -> 
         "enabled": (True, False),
         "allowModels": (["p/m"], []),
         "workspaceOnly": (True, False),
+        "docker": ({"image": "x"}, {}),
+        "allowHosts": (["example.com"], []),
     }
     parent, _, key = place.rpartition(".")
     told, silent = values.get(key, ("x", None if key != "basePath" else ""))
@@ -529,6 +531,8 @@ READ_WITHIN = {
     "tools.exec.timeoutSec": "as timeout_seconds",
     "agents.list.[].tools.exec.timeoutSec": "as timeout_seconds",
     "tools.fs.workspaceOnly": "file tools always stay inside; only false is warned about",
+    "agents.defaults.sandbox.network": "only 'none' is accepted",
+    "agents.list.[].sandbox.network": "only 'none' is accepted",
 }
 
 
@@ -565,6 +569,20 @@ def test_a_reset_that_never_comes_is_told() -> None:
             f"{path!r} has the mode 'idle' but no 'idleMinutes', so no session is reset. Set 'idleMinutes'."
         )
     assert parse({"session": {"idleMinutes": 5, "reset": idle, "resetByType": {"dm": idle}}})[1] == ()
+
+
+@pytest.mark.parametrize("network", ["host", "bridge", "container:web"])
+def test_a_network_of_containers_is_told_to_be_missing(network: str) -> None:
+    for agents, path in (
+        ({"defaults": {"sandbox": {"docker": {"network": network}}}}, "agents.defaults"),
+        ({"list": [{"id": "a", "sandbox": {"docker": {"network": network}}}]}, "agents.list[0]"),
+    ):
+        _, warning = parse({"agents": agents})[1]
+        assert warning.startswith(
+            f"'{path}.sandbox.docker.network' is {network!r}, but commands in a sandbox"
+        )
+    alone = {"sandbox": {"network": "none", "docker": {"network": "none"}}}
+    assert not any("'none'" in text for text in parse({"agents": {"defaults": alone}})[1])
 
 
 def test_a_bind_that_only_others_know_is_read_and_told() -> None:
@@ -858,8 +876,9 @@ def test_config_of_a_related_gateway_loads_with_a_warning_for_each_foreign_part(
     named = {match[1] for text in warnings if (match := re.match(r"'([^']+)' belongs to a feature", text))}
     assert {"messages", "agents.list[0].heartbeat", "models.providers.p.authHeader", "gateway.mode"} <= named
     assert "models.providers.p.models[0].compat" in named
-    assert len(named) == 23
-    assert len(warnings) == len(named)
+    assert len(named) == 22
+    (docker,) = [text for text in warnings if "belongs to a feature" not in text]
+    assert docker.startswith("'agents.defaults.sandbox.docker' has no effect: this release has no backend")
     assert config.agents.defaults.workspace == "~/w"
     assert raw == pyjson5.decode(RELATED)
 
@@ -982,6 +1001,16 @@ def test_unknown_key_lists_the_valid_ones_when_nothing_is_near() -> None:
             "must have the form 'package.module:callable'; 'clerk' was given",
         ),
         ({"channels": {"x": 5}}, "channels.x", "an object; a number"),
+        (
+            {"agents": {"defaults": {"sandbox": {"backend": "docker"}}}},
+            "agents.defaults.sandbox.backend",
+            "must be 'bwrap' or 'landlock', the backends of this release; 'docker' was given",
+        ),
+        (
+            {"agents": {"list": [{"id": "a", "sandbox": {"network": "proxy"}}]}},
+            "agents.list[0].sandbox.network",
+            "must be 'none', because commands in a sandbox have no network in this release; 'proxy' was given",
+        ),
     ],
 )
 def test_wrong_value_names_path_allowed_and_given(raw: object, path: str, says: str) -> None:

@@ -310,4 +310,6 @@ def test_filters_exist_for_the_common_machines() -> None:
     ],
 )
 def test_known_causes_of_a_failed_start_are_told_apart(output: str, reason: str) -> None:
-    assert bubblewrap.explain_start_failure(output)[0] == reason
+    found = bubblewrap.explain_start_failure(output)
+    assert found.reason == reason
+    assert "docker" not in found.cure  # no such backend

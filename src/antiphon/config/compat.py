@@ -21,7 +21,7 @@ ToolNames = Annotated[tuple[str, ...], Strict(False), AfterValidator(expand_tool
 """A list of tool names in lower case, with aliases replaced and groups expanded."""
 
 
-_SANDBOX_KEYS = "browser docker network perSession prune ssh"
+_SANDBOX_KEYS = "browser perSession prune ssh"
 _TOOL_KEYS = "codeMode elevated loopDetection message swarm toolsBySender"
 _EXEC_KEYS = "approvalRunningNoticeMs commandHighlighting mode node reviewer safeBinProfiles strictInlineEval"
 _ENDPOINT_KEYS = "files images maxBodyBytes maxImageParts maxTotalImageBytes maxUrlParts"
@@ -90,6 +90,11 @@ _FALLBACKS_ADVICE = "a failed request is retried with the same model only. Set t
 _DELEGATION_ADVICE = "the agent decides when to delegate. Describe your preference in its 'instructions'."
 _PATCH_MODELS_ADVICE = "the tool does not depend on the model. Use 'tools.deny' of an agent."
 _PATCH_PLACE_ADVICE = "patches always stay inside the workspace. Remove it."
+_DOCKER_ADVICE = (
+    "this release has no backend for containers, so commands run in 'sandbox.backend'. Use 'sandbox.binds' to show"
+    " them directories."
+)
+_ALLOWED_HOSTS_ADVICE = "commands in a sandbox have no network. Remove it."
 _CONTROL_UI_ADVICE = (
     "this release serves no web interface. To use one from elsewhere, add its origin to"
     " 'gateway.controlUi.allowedOrigins'."
@@ -110,6 +115,10 @@ UNUSED_KEYS: dict[str, str] = {
     "agents.defaults.model.fallbacks": _FALLBACKS_ADVICE,
     "agents.defaults.subagents.model.fallbacks": _FALLBACKS_ADVICE,
     "agents.defaults.subagents.delegationMode": _DELEGATION_ADVICE,
+    "agents.defaults.sandbox.docker": _DOCKER_ADVICE,
+    "agents.defaults.sandbox.allowHosts": _ALLOWED_HOSTS_ADVICE,
+    "agents.list.[].sandbox.docker": _DOCKER_ADVICE,
+    "agents.list.[].sandbox.allowHosts": _ALLOWED_HOSTS_ADVICE,
     "agents.list.[].model.fallbacks": _FALLBACKS_ADVICE,
     "agents.list.[].subagents.model.fallbacks": _FALLBACKS_ADVICE,
     "agents.list.[].subagents.delegationMode": _DELEGATION_ADVICE,

@@ -2,15 +2,29 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from antiphon.config.base import Section, Strings, Text
+from antiphon.config.base import Section, Strings, Text, build_expected_error
 
 SandboxBackendName = Literal["bwrap", "landlock"]
 WorkspaceAccess = Literal["none", "ro", "rw"]
 SandboxScope = Literal["session", "agent", "shared"]
 
 DEFAULT_SANDBOX_USER_ID = 59_321  # in the range of ordinary users, where no account is created by default
+
+_FOREIGN_BACKENDS = ("docker", "openshell", "ssh")
+
+
+def _refuse_foreign_backend(value: object) -> object:
+    if value in _FOREIGN_BACKENDS:
+        raise build_expected_error("'bwrap' or 'landlock', the backends of this release")
+    return value
+
+
+def _refuse_network(value: object) -> object:
+    if isinstance(value, str) and value != "none":
+        raise build_expected_error("'none', because commands in a sandbox have no network in this release")
+    return value
 
 
 class SandboxConfig(Section):
@@ -27,7 +41,7 @@ class SandboxConfig(Section):
         default=None,
         description="Where sandboxed sessions have their directories, instead of the state directory.",
     )
-    backend: SandboxBackendName = "bwrap"
+    backend: Annotated[SandboxBackendName, BeforeValidator(_refuse_foreign_backend)] = "bwrap"
     fallback: Literal["landlock"] | None = Field(
         default=None, description="A weaker backend that may be used where bwrap does not work."
     )
@@ -35,6 +49,13 @@ class SandboxConfig(Section):
         default=DEFAULT_SANDBOX_USER_ID, description="User id of commands, if the gateway runs as root."
     )
     binds: Strings = Field(default=(), description="Directories as 'source:target[:ro|rw]'.")
+    network: Annotated[Literal["none"], BeforeValidator(_refuse_network)] = Field(
+        default="none", description="Commands in a sandbox have no network."
+    )
+    allow_hosts: Strings = Field(default=(), description="Has no effect without a network.")
+    docker: dict[str, Any] = Field(
+        default_factory=dict, description="Has no effect: containers are not supported."
+    )
 
 
 class EntrySandbox(SandboxConfig):

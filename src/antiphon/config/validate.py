@@ -68,6 +68,7 @@ def find_warnings(config: Config) -> Iterator[str]:
             " Use 'brave' or 'searxng'."
         )
     yield from _warn_exec(config)
+    yield from _warn_container_networks(config)
     yield from _warn_agents_out_of_sight(config)
     yield from _warn_reach_without_effect(config)
     yield from _warn_never_idle(config)
@@ -312,6 +313,18 @@ def _warn_exec(config: Config) -> Iterator[str]:
             yield (
                 f"The agent {agent_id!r} runs every command on this machine unasked ('tools.exec'). Set 'ask' to"
                 " 'on-miss', or 'host' to 'sandbox'."
+            )
+
+
+def _warn_container_networks(config: Config) -> Iterator[str]:
+    """Warnings for networks that commands would have in containers of another gateway, but not here."""
+    levels = [("agents.defaults", config.agents.defaults.sandbox)]
+    levels += [(f"agents.list[{n}]", agent.sandbox) for n, agent in enumerate(config.agents.list)]
+    for path, own in levels:
+        if (network := own.docker.get("network")) not in (None, "none"):
+            yield (
+                f"'{path}.sandbox.docker.network' is {network!r}, but commands in a sandbox have no network. Set it to"
+                " 'none'; tools such as 'web_fetch' reach the network."
             )
 
 

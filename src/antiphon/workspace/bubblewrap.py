@@ -147,7 +147,8 @@ def _build_mounts(mounts: Sequence[Mount]) -> list[str]:
 
 _APPARMOR_CURE = "add an AppArmor profile that allows it (docs/sandbox.md has one)"
 _CONTAINER_CURE = (
-    "start the container with `--security-opt seccomp=unconfined`, or set sandbox.backend to 'docker'"
+    "start the container with `--security-opt seccomp=unconfined`, or allow the weaker backend with"
+    " sandbox.fallback 'landlock'"
 )
 _START_FAULTS = (
     ("setting up uid map", "AppArmor forbids user namespaces", _APPARMOR_CURE),
