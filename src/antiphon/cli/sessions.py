@@ -198,7 +198,7 @@ async def _load_history(
         page = await backend.read_history(key, filters)
         known = speakers.KnownSpeakers(page.session_key)
         if not settings.json:
-            await speakers.look_up_speakers(backend, page.messages, known)
+            await speakers.look_up_page_speakers(backend, page.messages, known)
         return page, known
 
 

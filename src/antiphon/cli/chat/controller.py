@@ -413,7 +413,7 @@ class ChatController:
         page = await self._backend.read_history(
             self._session, HistoryFilter(limit=int(argument or 10), include_tools=True, without_internal=True)
         )
-        await speakers.look_up_speakers(self._backend, page.messages, self._renderer.known)
+        await speakers.look_up_page_speakers(self._backend, page.messages, self._renderer.known)
         for item in page.messages:
             heading = speakers.format_heading(item, self._renderer.known, self._renderer.speaker)
             self._renderer.print_result(f"{heading} {_output.format_entry_text(item)}")

@@ -6,7 +6,7 @@ turn if the two are in an exchange: `↔ helper, turn 2/5`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -135,6 +135,18 @@ async def look_up_speakers(backend: Backend, items: Iterable[TranscriptItem], kn
         exchange_id, turn = _get_exchange_turn(item)
         if (turn or provenance.get("exchangeId")) and exchange_id not in known.exchanges:
             known.exchanges[exchange_id] = await _load_exchange(backend, exchange_id)
+
+
+async def look_up_page_speakers(backend: Backend, items: Sequence[TranscriptItem], known: KnownSpeakers) -> None:
+    """Look up the speakers of a page, also of answers whose question is not on the page."""
+    await look_up_speakers(backend, items, known)
+    asked = {item.get("runId") for item in items if item.get("role") == "user"}
+    for item in items:
+        run_id = item.get("runId")
+        if item.get("role") == "assistant" and run_id and run_id not in asked | known.exchanges.keys():
+            exchange = await _load_exchange(backend, run_id)
+            # The first run of an exchange has its id; a chosen id of another run may be the beginning of one.
+            known.exchanges[run_id] = exchange if exchange and exchange.id == run_id else None
 
 
 async def _load_label(backend: Backend, key: str) -> str:
