@@ -99,7 +99,9 @@ def test_a_history_names_speakers_and_times_and_indents_what_goes_on(program_wit
     assert " helper ↔ main> say yes\n" in other
     assert " ↔ main, turn 1/2> yes\n" in other
     number = next(line.split()[0] for line in other.splitlines() if "helper ↔ main> say yes" in line)
-    alone = program_with_helper.run("sessions", "history", HELPER, "--after", str(int(number) - 1), "--limit", "1")
+    alone = program_with_helper.run(
+        "sessions", "history", HELPER, "--after", str(int(number) - 1), "--limit", "1"
+    )
     assert " helper ↔ main> say yes\n" in alone.out, "the question is not on the page"
 
 

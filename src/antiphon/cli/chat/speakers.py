@@ -137,7 +137,9 @@ async def look_up_speakers(backend: Backend, items: Iterable[TranscriptItem], kn
             known.exchanges[exchange_id] = await _load_exchange(backend, exchange_id)
 
 
-async def look_up_page_speakers(backend: Backend, items: Sequence[TranscriptItem], known: KnownSpeakers) -> None:
+async def look_up_page_speakers(
+    backend: Backend, items: Sequence[TranscriptItem], known: KnownSpeakers
+) -> None:
     """Look up the speakers of a page, also of answers whose question is not on the page."""
     await look_up_speakers(backend, items, known)
     asked = {item.get("runId") for item in items if item.get("role") == "user"}
