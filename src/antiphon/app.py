@@ -167,7 +167,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 apply_effects=engine.worker.apply_effects,
             )
             for tool in [
-                *create_work_tools(config, store, clock, home.path),
+                *create_work_tools(config, store, clock, home.path, runtimes.get_model_runtime),
                 *command_tools.tools,
                 *create_session_tools(operations),
                 *create_chat_tools(operations, config),

@@ -26,7 +26,7 @@ from antiphon.errors import AntiphonError, ConfigError, ProviderError, StoreErro
 from antiphon.messages import UserMessage
 from antiphon.operations.context import OperationContext
 from antiphon.operations.operations import Operations
-from antiphon.runtimes import Prompt, ToolSpec
+from antiphon.runtimes import DiscardedDeltas, Prompt, ToolSpec
 from antiphon.runtimes.model import ModelRuntime, open_reader
 from antiphon.runtimes.registry import RuntimeRegistry
 from antiphon.runtimes.retry import RetryPolicy
@@ -138,7 +138,9 @@ def build_toolbox(config: Config, python_tools: Sequence[Tool]) -> Toolbox:
             toolbox=toolbox,
         )
     )
-    work_tools = create_work_tools(config, _NoStore(), SystemClock(), Path())
+    work_tools = create_work_tools(
+        config, _NoStore(), SystemClock(), Path(), RuntimeRegistry(config).get_model_runtime
+    )
     chat_tools = create_chat_tools(operations, config)
     launcher = create_command_launcher(config, Sandboxes(config, Path()), Path())
     command_tools = create_command_tools(
@@ -186,7 +188,7 @@ async def _try_first_request(
             tools=tools,
         )
         try:
-            await reader.read(prompt, _DiscardedDeltas())
+            await reader.read(prompt, DiscardedDeltas())
         except ProviderError as error:
             if error.data.get("status") != REFUSED_STATUS:
                 raise
@@ -206,16 +208,6 @@ _HEADER_VALUE = re.compile(r"(?:[^\x00\s]+(?:[ \t]+[^\x00\s]+)*)?")
 def is_sendable_header(name: str, value: str) -> bool:
     """Whether a transport sends the header; it refuses others only when it sends the request."""
     return bool(_HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value))
-
-
-class _DiscardedDeltas:
-    """Discards streamed output."""
-
-    def text(self, piece: str) -> None: ...
-
-    def thinking(self, piece: str) -> None: ...
-
-    def restart(self) -> None: ...
 
 
 class _NoStore:

@@ -154,6 +154,9 @@ class AgentDefaults(Section):
     """Defaults for all agents."""
 
     model: Choice | None = None
+    image_model: Choice | None = Field(
+        default=None, description="The model that looks at images for the tool `image`."
+    )
     instructions: str | None = Field(default=None, description="The system prompt.")
     workspace: Text | None = None
     timeout_seconds: Count = Field(default=172_800, description="Maximum duration of a run.")
@@ -181,6 +184,7 @@ class AgentEntry(Section):
     name: str | None = None
     instructions: str | None = Field(default=None, description="The system prompt.")
     model: Choice | None = None
+    image_model: Choice | None = Field(default=None, description="Instead of `agents.defaults.imageModel`.")
     workspace: Text | None = None
     identity: IdentityConfig | None = None
     thinking_default: ConfiguredThinkingLevel | None = None
@@ -240,6 +244,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None
     instructions: str | None
     model: ModelChoice | None
+    image_model: ModelChoice | None
     workspace: str | None
     identity: IdentityConfig | None
     thinking_default: ConfiguredThinkingLevel | None
@@ -263,6 +268,7 @@ def merge_agent(entry: AgentEntry, path: str, defaults: AgentDefaults, tools: To
         name=entry.name or (entry.identity and entry.identity.name),
         instructions=entry.instructions if entry.instructions is not None else defaults.instructions,
         model=entry.model or defaults.model,
+        image_model=entry.image_model or defaults.image_model,
         workspace=entry.workspace or defaults.workspace,
         identity=entry.identity,
         thinking_default=entry.thinking_default or defaults.thinking_default,

@@ -47,7 +47,7 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
             " blockStreamingCoalesce blockStreamingDefault bootstrapPromptTruncationWarning"
             " cliBackends contextPruning elevatedDefault embeddedPi envelopeElapsed"
             " envelopeTimestamp envelopeTimezone imageGenerationModel imageMaxDimensionPx"
-            " imageModel mediaMaxMb pdfMaxBytesMb pdfMaxPages pdfModel repoRoot skipBootstrap"
+            " mediaMaxMb pdfMaxBytesMb pdfMaxPages pdfModel repoRoot skipBootstrap"
             " timeFormat userTimezone"
         ),
         "agents.defaults.compaction": (
@@ -113,6 +113,7 @@ UNUSED_KEYS: dict[str, str] = {
     "session.dmScope": "this release has no channels with direct chats. Remove it.",
     "session.identityLinks": "this release has no channels. Remove it.",
     "agents.defaults.model.fallbacks": _FALLBACKS_ADVICE,
+    "agents.defaults.imageModel.fallbacks": _FALLBACKS_ADVICE,
     "agents.defaults.subagents.model.fallbacks": _FALLBACKS_ADVICE,
     "agents.defaults.subagents.delegationMode": _DELEGATION_ADVICE,
     "agents.defaults.sandbox.docker": _DOCKER_ADVICE,
@@ -120,6 +121,7 @@ UNUSED_KEYS: dict[str, str] = {
     "agents.list.[].sandbox.docker": _DOCKER_ADVICE,
     "agents.list.[].sandbox.allowHosts": _ALLOWED_HOSTS_ADVICE,
     "agents.list.[].model.fallbacks": _FALLBACKS_ADVICE,
+    "agents.list.[].imageModel.fallbacks": _FALLBACKS_ADVICE,
     "agents.list.[].subagents.model.fallbacks": _FALLBACKS_ADVICE,
     "agents.list.[].subagents.delegationMode": _DELEGATION_ADVICE,
     "tools.exec.applyPatch.allowModels": _PATCH_MODELS_ADVICE,
@@ -130,7 +132,6 @@ UNUSED_KEYS: dict[str, str] = {
     "models.providers.*.models.[].reasoning": (
         "the capabilities of a model are derived from its name. Use an agent's 'thinkingDefault' to enable thinking."
     ),
-    "models.providers.*.models.[].input": "images are sent to every model. Remove it.",
     "gateway.controlUi.enabled": _CONTROL_UI_ADVICE,
     "gateway.controlUi.basePath": _CONTROL_UI_ADVICE,
 }

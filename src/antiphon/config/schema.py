@@ -135,6 +135,13 @@ class Config(Section):
         choice = self.get_agent(agent_id).model
         return choice.primary if choice else self.model_refs[0]
 
+    def find_image_model_ref(self, agent_id: str) -> str | None:
+        """The model that looks at images for an agent: `imageModel`, else its own model if that accepts images."""
+        if choice := self.get_agent(agent_id).image_model:
+            return choice.primary
+        own = None if self.uses_function(agent_id) else self.get_model_ref(agent_id)
+        return own if own is not None and "image" in self.find_model(own).model.input else None
+
     @property
     def model_refs(self) -> tuple[str, ...]:
         """Every configured model in the order of the file, then the built-in one, then the implied ones.
@@ -180,6 +187,8 @@ class Config(Section):
         for path, section in (("agents.defaults", self.agents.defaults), *entries):
             if section.model:
                 yield f"{path}.model", section.model
+            if section.image_model:
+                yield f"{path}.imageModel", section.image_model
             if section.subagents.model:
                 yield f"{path}.subagents.model", section.subagents.model
 

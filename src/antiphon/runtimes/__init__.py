@@ -79,6 +79,16 @@ class Deltas(Protocol):
         ...
 
 
+class DiscardedDeltas:
+    """Discards the output of a step that nobody watches; the answer is complete without it."""
+
+    def text(self, piece: str) -> None: ...
+
+    def thinking(self, piece: str) -> None: ...
+
+    def restart(self) -> None: ...
+
+
 class Runtime(Protocol):
     """Answers steps. Cancelling the awaiting task must stop the step at once."""
 

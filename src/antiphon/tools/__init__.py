@@ -15,6 +15,7 @@ from antiphon.clock import Clock
 from antiphon.engine.runs.effects import Effects
 from antiphon.engine.toolbox import Tool
 from antiphon.operations.operations import Operations
+from antiphon.runtimes import Runtime
 from antiphon.store import Store
 from antiphon.tools._command_results import CommandNotices
 from antiphon.tools.agents_list import agents_list
@@ -22,6 +23,7 @@ from antiphon.tools.apply_patch import apply_patch
 from antiphon.tools.cron import cron
 from antiphon.tools.edit import edit
 from antiphon.tools.exec import create_exec_tool
+from antiphon.tools.image import ImageViewer, image
 from antiphon.tools.memory_get import memory_get
 from antiphon.tools.memory_search import memory_search
 from antiphon.tools.message import message
@@ -82,11 +84,19 @@ def create_chat_tools(operations: Operations, config: Config) -> list[Tool]:
     return [cron(operations, is_enabled=config.cron.enabled), message(operations)]
 
 
-def create_work_tools(config: Config, store: Store, clock: Clock, state_dir: Path) -> list[Tool]:
-    """Create the tools with which agents work on files and notes, and search and read the web."""
+def create_work_tools(
+    config: Config,
+    store: Store,
+    clock: Clock,
+    state_dir: Path,
+    get_model_runtime: Callable[[str], Awaitable[Runtime]],
+) -> list[Tool]:
+    """Create the tools with which agents work on files and notes, look at images, and search and read the web."""
     locate = SessionWorkspaceLocator(config, state_dir)
+    files = WorkspaceFiles(store, clock, locate)
     return [
-        *create_file_tools(WorkspaceFiles(store, clock, locate)),
+        *create_file_tools(files),
+        image(ImageViewer(config, files, get_model_runtime, store, clock)),
         *create_memory_tools(WorkspaceMemory(locate)),
         *create_web_tools(config, clock),
     ]

@@ -22,7 +22,7 @@ from antiphon.engine.runs.context import (
 from antiphon.engine.sessions.transcripts import AFTER_LAST_SEQ, SQL
 from antiphon.errors import ContextOverflow
 from antiphon.messages import AssistantMessage, CompactionEntry, Message, UserMessage
-from antiphon.runtimes import Prompt, Runtime
+from antiphon.runtimes import DiscardedDeltas, Prompt, Runtime
 from antiphon.store import Row, Tx
 
 SUMMARY_INSTRUCTIONS = (
@@ -33,16 +33,6 @@ SUMMARY_INSTRUCTIONS = (
 )
 CONVERSATION_OPEN_TAG, CONVERSATION_CLOSE_TAG = "<conversation>", "</conversation>"
 MIN_SUMMARISED_TOKENS = 64  # below this, summarising fails with `ContextOverflow`
-
-
-class _DiscardedDeltas:
-    """Discards the deltas of a summary, which is never streamed."""
-
-    def text(self, piece: str) -> None: ...
-
-    def thinking(self, piece: str) -> None: ...
-
-    def restart(self) -> None: ...
 
 
 async def summarise(runtime: Runtime, prompt: Prompt, messages: Sequence[Message]) -> AssistantMessage:
@@ -68,7 +58,7 @@ async def _request_summary(runtime: Runtime, prompt: Prompt, messages: Sequence[
     summary_prompt = msgspec.structs.replace(
         prompt, instructions=SUMMARY_INSTRUCTIONS, messages=[question], tools=(), thinking=None, sampling=None
     )
-    return await runtime.step(summary_prompt, _DiscardedDeltas())
+    return await runtime.step(summary_prompt, DiscardedDeltas())
 
 
 def build_compaction(context: ModelContext, cut: int, summary: str, now: int) -> CompactionEntry:

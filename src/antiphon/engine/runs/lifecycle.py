@@ -32,7 +32,7 @@ from antiphon.engine.runs.effects import (
     RunIdentity,
 )
 from antiphon.engine.runs.run_queue import NOTE_ORIGIN, RunOptions, decode_options, encode_options
-from antiphon.engine.sessions import transcripts
+from antiphon.engine.sessions import session_rows, transcripts
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.errors import CrashSuspected, Fenced, InvalidInput, StoreError, StoreFull
 from antiphon.messages import AssistantMessage, Message, decode_message, get_role
@@ -355,6 +355,39 @@ async def _record_usage(tx: Tx, claim: Claim, messages: Sequence[Message], now: 
             context=usage.input + usage.cache_read + usage.cache_write + usage.output,
             model=message.model,
         )
+
+
+async def record_tool_usage(
+    tx: Tx, run_id: str, session_key: str, answer: AssistantMessage, now: int
+) -> None:
+    """Record a model call that a tool made in a run. A session that was deleted meanwhile keeps no record of it."""
+    session = await session_rows.find_by_key(tx, session_key)
+    usage = answer.usage
+    if session is None or usage is None:
+        return
+    await tx.do(
+        SQL.record_usage,
+        now=now,
+        run_id=run_id,
+        session_key=session_key,
+        session_id=session["session_id"],
+        root_key=session["root_key"] or session_key,
+        agent_id=session["agent_id"],
+        provider=answer.provider,
+        model=answer.model,
+        input=usage.input,
+        output=usage.output,
+        cache_read=usage.cache_read,
+        cache_write=usage.cache_write,
+        cost=usage.cost.total if usage.cost else None,
+    )
+    await tx.do(
+        SESSIONS_SQL.add_tool_usage,
+        id=session["id"],
+        input=usage.input,
+        output=usage.output,
+        total=usage.total_tokens,
+    )
 
 
 async def list_idle_lanes(tx: Tx, after: int, before: int, now: int, limit: int) -> list[int]:

@@ -151,6 +151,12 @@ UPDATE sessions SET input_tokens = input_tokens + :input, output_tokens = output
        total_tokens = total_tokens + :total, context_tokens = :context, last_model = :model, system_sent = 1
 WHERE id = :id;
 
+-- name: add_tool_usage
+-- A call that a tool made; the session's context and its last model stay what they are.
+UPDATE sessions SET input_tokens = input_tokens + :input, output_tokens = output_tokens + :output,
+       total_tokens = total_tokens + :total
+WHERE id = :id;
+
 -- name: clear_context
 -- The model's context has changed; its size is known after the next answer.
 UPDATE sessions SET context_tokens = NULL WHERE id = :id;
