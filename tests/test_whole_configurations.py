@@ -7,6 +7,7 @@ What is expected is worked out from the file as it is written, not by the code u
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Generator, Iterator
@@ -24,6 +25,7 @@ from antiphon.client import Client, Site
 from cli.gateways import Gateway, token, up
 from cli.terminal import BOUND, Program
 from support.model_provider import Answer, Call, Provider, Received, Tokens
+from support.sandboxes import make_sandboxes
 from test_docs import list_blocks
 
 Json = dict[str, Any]
@@ -41,7 +43,8 @@ SESSION_TOOLS = {
     "sessions_send", "sessions_spawn", "sessions_yield", "subagents",
 }  # fmt: skip
 MEMORY = {"memory_search", "memory_get"}
-TOOLS = SESSION_TOOLS | FILES_AND_WEB | MEMORY | {"cron"}
+COMMANDS = {"exec", "process"}
+TOOLS = SESSION_TOOLS | FILES_AND_WEB | MEMORY | COMMANDS | {"cron", "image"}
 SUFFIXES = {"openai-responses": "/responses", "anthropic-messages": "/v1/messages"}
 STEPS = (Tokens(1200, 40, cache_read=300), Tokens(1500, 60, cache_read=500))
 REPLY = "One session is open: this one."
@@ -91,7 +94,7 @@ class Seat:
 @pytest.mark.requirement("C", "G28")
 @pytest.mark.parametrize("text", [*WRITTEN, *DOCUMENTED])
 async def test_a_conversation_with_every_agent_of_a_configuration(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, text: str
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, text: str, *, has_sandbox: bool
 ) -> None:
     program = Program(tmp_path, tmp_path_factory.getbasetemp().parent / "antiphon-bytecode")
     async with Provider().running() as provider:
@@ -100,7 +103,7 @@ async def test_a_conversation_with_every_agent_of_a_configuration(
             site = Site(gateway.url, _owner_secret(prepared))
             async with Client(_always(site)) as client:
                 for seat in _seats(prepared):
-                    await _converse(client, provider, prepared, seat)
+                    await _converse(client, provider, prepared, seat, has_sandbox=has_sandbox)
                 for agent in _functions(prepared.written):
                     assert await _say(client, _session(prepared.written, agent), "hello") == "noted: hello"
                 await _use_the_clock(client, provider, prepared.written)
@@ -228,9 +231,12 @@ def _seats(prepared: Prepared) -> Iterator[Seat]:
         )
 
 
-def _offered(written: Json, agent: Json) -> set[str]:
+def _offered(written: Json, seat: Seat) -> set[str]:
     """The tools that an agent's own session has, read once more from the lists as they stand in the file."""
+    agent = seat.agent
     groups = {
+        "group:runtime": COMMANDS,
+        "group:media": {"image"},
         "group:fs": FILES_AND_WEB - {"web_fetch"},
         "group:web": {"web_fetch"},
         "group:sessions": SESSION_TOOLS - {"agents_list"},
@@ -238,7 +244,7 @@ def _offered(written: Json, agent: Json) -> set[str]:
         "group:memory": MEMORY,
         "group:automation": {"cron"},
         "group:messaging": {"message"},
-        "group:openclaw": SESSION_TOOLS | MEMORY | {"web_fetch", "cron", "message"},
+        "group:openclaw": SESSION_TOOLS | MEMORY | {"web_fetch", "cron", "message", "image"},
     }
     messaging = {"sessions_list", "sessions_history", "sessions_send", "session_status", "message"}
     profiles = {"minimal": {"session_status"}, "messaging": messaging, "full": TOOLS | {"message"}}
@@ -256,15 +262,31 @@ def _offered(written: Json, agent: Json) -> set[str]:
         **written.get("agents", {}).get("defaults", {}).get("sandbox", {}),
         **agent.get("sandbox", {}),
     }
+    if "image" not in seat.model.get("input", ()):
+        found -= {"image"}
     if sandbox.get("mode") == "all":  # the session is a main session
-        return found & (SESSION_TOOLS | FILES_AND_WEB - {"web_fetch"})
+        return found & (SESSION_TOOLS | FILES_AND_WEB | COMMANDS | {"image"}) - {"web_fetch"}
     return found | ({"weather"} if written.get("tools", {}).get("python") else set())
+
+
+def _has_commands(written: Json, agent: Json, *, has_sandbox: bool) -> bool:
+    own: Json = {**written.get("tools", {}).get("exec", {}), **agent.get("tools", {}).get("exec", {})}
+    return own.get("security") != "deny" and (own.get("host") == "gateway" or has_sandbox)
+
+
+@pytest.fixture(scope="module")
+def has_sandbox(tmp_path_factory: pytest.TempPathFactory) -> bool:
+    """Whether this machine can isolate commands."""
+    sandboxes = make_sandboxes(tmp_path_factory.mktemp("sandbox"))
+    return asyncio.run(sandboxes.find_status("main")).backend is not None
 
 
 # --- the conversation ---
 
 
-async def _converse(client: Client, provider: Provider, prepared: Prepared, seat: Seat) -> None:
+async def _converse(
+    client: Client, provider: Provider, prepared: Prepared, seat: Seat, *, has_sandbox: bool
+) -> None:
     first, second = STEPS
     provider.script(
         Answer(calls=(Call("sessions_list", '{"limit": 5}', "call_1"),), tokens=first),
@@ -276,7 +298,8 @@ async def _converse(client: Client, provider: Provider, prepared: Prepared, seat
     asked, told = provider.received[before:]
     for request in (asked, told):
         _check_request(request, seat)
-    assert _tools_in(asked.body) == _offered(prepared.written, seat.agent)
+    missing = set[str]() if _has_commands(prepared.written, seat.agent, has_sandbox=has_sandbox) else COMMANDS
+    assert _tools_in(asked.body) == _offered(prepared.written, seat) - missing
     result = json.loads(_result_in(told.body))
     assert "main" in [row["key"] for row in result["sessions"]]
     await _check_usage(client, session, seat)
