@@ -154,6 +154,78 @@ async def test_a_stopped_job_leaves_no_process(client: KeeperClient, tmp_path: P
     await until_gone("sleep 362")
 
 
+@pytest.mark.requirement("AT2")
+async def test_a_daemon_without_the_environment_of_its_command_ends_with_it(
+    client: KeeperClient, tmp_path: Path
+) -> None:
+    """Its parents have ended, its session is its own, and nothing in its environment names the command."""
+    daemon = (
+        "env -i setsid sh -c 'sleep 362{} & echo > begun' & while [ ! -e begun ]; do sleep 0.01; done; {}"
+    )
+    ended = await client.start("ends", shell(daemon.format(71, "rm begun"), tmp_path), wait_seconds=20)
+    assert ended.exit_code == 0
+    await until_gone("sleep 36271")
+    script = daemon.format(72, "sleep 36273")
+    await client.start("stays", shell(script, tmp_path), wait_seconds=0)
+
+    async def has_begun() -> bool:
+        return (tmp_path / "begun").exists()
+
+    await until(has_begun)
+    await client.stop("stays", "aborted")
+    await until_gone("sleep 3627")
+
+
+async def test_a_full_disk_does_not_hide_the_end_of_a_command(client: KeeperClient, tmp_path: Path) -> None:
+    await client.start(
+        "full", shell("echo first; read go; seq 100000; exit 3", tmp_path, stdin=True), wait_seconds=0
+    )
+
+    async def has_printed() -> bool:
+        return (await client.wait("full", 0)).output_bytes == len("first\n")
+
+    await until(has_printed)
+    process = find_keeper(tmp_path)
+    assert process is not None
+    before = process.rlimit(psutil.RLIMIT_FSIZE)
+    process.rlimit(psutil.RLIMIT_FSIZE, (0, before[1]))  # as on a full disk, nothing more can be written
+    await client.write("full", "go", b"go\n", eof=True)
+    status = await client.wait("full", 20)
+    assert (status.state, status.exit_code, status.output_bytes) == ("ended", 3, 588_901)
+    assert (await client.read("full", 0, 100)).data == b"first\n"
+    with pytest.raises(InvalidInput, match="directory could not be written"):
+        await client.start("next", shell("true", tmp_path), wait_seconds=0)
+    process.rlimit(psutil.RLIMIT_FSIZE, before)
+    assert (await client.start("next", shell("exit 4", tmp_path), wait_seconds=20)).exit_code == 4
+
+    async def is_written() -> bool:
+        return len(list((tmp_path / "keeper" / "jobs").glob("*/result.json"))) == 2
+
+    await until(is_written)
+
+
+async def test_a_result_that_a_power_failure_emptied_is_lost(client: KeeperClient, tmp_path: Path) -> None:
+    assert (await client.start("key", shell("true", tmp_path), wait_seconds=20)).state == "ended"
+    process = find_keeper(tmp_path)
+    assert process is not None
+    process.kill()
+    process.wait(10)
+    (result,) = (tmp_path / "keeper" / "jobs").glob("*/result.json")
+    result.write_bytes(b"")
+    assert (await client.wait("key", 0)).state == "lost"
+
+
+async def test_commands_that_cannot_start_leave_nothing_open(client: KeeperClient, tmp_path: Path) -> None:
+    await client.start("first", shell("true", tmp_path), wait_seconds=20)
+    process = find_keeper(tmp_path)
+    assert process is not None
+    before = process.num_fds()
+    for number in range(5):
+        spec = CommandSpec(argv=["/nowhere"], cwd="/", env={}, timeout=5, stdin=True, pty=number % 2 == 1)
+        await client.start(f"none-{number}", spec, wait_seconds=5)
+    assert process.num_fds() == before
+
+
 async def test_output_keeps_its_beginning_and_its_end(client: KeeperClient, tmp_path: Path) -> None:
     script = "echo first; head -c 30000000 /dev/zero | tr '\\0' x; echo; echo last"
     status = await client.start("large", shell(script, tmp_path), wait_seconds=60)

@@ -35,6 +35,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,16 @@ class Refused(Exception):
 
 
 class Output:
-    """What a command prints, within a bounded space on disk: its beginning and its end."""
+    """What a command prints, within a bounded space on disk: its beginning and its end.
+
+    Of a part that does not fit on a full disk, the rest is left out.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.total_bytes = 0
         self._segment = 0
-        self._file = (folder / "output.head").open("ab", buffering=0)
+        self._file: FileIO | None = (folder / "output.head").open("ab", buffering=0)
 
     def append(self, data: bytes) -> None:
         while data:
@@ -86,18 +90,31 @@ class Output:
                 if segment + 1 != self._segment:
                     self._begin_segment(segment + 1)
                 room = TAIL_SEGMENT_BYTES - used
-            self._file.write(data[:room])
+            self._write(data[:room])
             self.total_bytes += len(data[:room])
             data = data[room:]
 
     def _begin_segment(self, segment: int) -> None:
-        self._file.close()
+        self.close()
         self._segment = segment
-        self._file = (self._folder / f"output.tail.{segment}").open("ab", buffering=0)
-        (self._folder / f"output.tail.{segment - 2}").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (self._folder / f"output.tail.{segment - 2}").unlink(missing_ok=True)
+            self._file = (self._folder / f"output.tail.{segment}").open("ab", buffering=0)
+
+    def _write(self, data: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            is_whole = self._file.write(data) == len(data)
+        except OSError:
+            is_whole = False
+        if not is_whole:  # what follows would be at a wrong offset
+            self.close()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def list_output_parts(folder: Path) -> list[tuple[int, Path]]:
@@ -167,22 +184,25 @@ class RunningCommand:
     def start(self) -> None:
         loop = asyncio.get_running_loop()
         spec = self._spec
-        environment = {**spec["env"], JOB_VARIABLE: self.id}
         if spec.get("pty"):
-            master, slave = pty.openpty()
-            self._spawn(spec, environment, stdin=slave, stdout=slave)
-            os.close(slave)
-            self._output_fd = master
-            self._input_fd = os.dup(master)
+            self._output_fd, terminal = pty.openpty()
+            self._input_fd = os.dup(self._output_fd)
+            given = [terminal]
         else:
-            reader, writer = os.pipe()
-            wants_input = bool(spec.get("stdin"))
-            input_reader, input_writer = os.pipe() if wants_input else (None, None)
-            self._spawn(spec, environment, stdin=input_reader or subprocess.DEVNULL, stdout=writer)
-            os.close(writer)
-            if input_reader is not None:
-                os.close(input_reader)
-            self._output_fd, self._input_fd = reader, input_writer
+            self._output_fd, writer = os.pipe()
+            given = [writer]
+            if spec.get("stdin"):
+                reader, self._input_fd = os.pipe()
+                given.insert(0, reader)
+        has_input = self._input_fd is not None
+        try:
+            self._spawn(spec, stdin=given[0] if has_input else subprocess.DEVNULL, stdout=given[-1])
+        except BaseException:
+            given += [self._output_fd, *([] if self._input_fd is None else [self._input_fd])]
+            raise
+        finally:
+            for fd in given:
+                os.close(fd)
         os.set_blocking(self._output_fd, False)
         if self._input_fd is not None:
             os.set_blocking(self._input_fd, False)
@@ -190,15 +210,16 @@ class RunningCommand:
         if seconds := spec.get("timeout"):
             self._timers.append(loop.call_later(seconds, self.stop, "timeout"))
 
-    def _spawn(self, spec: Json, environment: dict[str, str], *, stdin: int, stdout: int) -> None:
+    def _spawn(self, spec: Json, *, stdin: int, stdout: int) -> None:
         files = {
             name: open_memory_file(base64.b64decode(text)) for name, text in spec.get("files", {}).items()
         }
         try:  # from the main thread: a sandbox dies with the thread that started it
+            set_mark(compute_mark(self.id))
             self._process = subprocess.Popen(
                 [str(files.get(word, word)) for word in spec["argv"]],
                 cwd=spec["cwd"],
-                env=environment,
+                env={**spec["env"], JOB_VARIABLE: self.id},
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stdout,
@@ -206,6 +227,7 @@ class RunningCommand:
                 start_new_session=True,
             )
         finally:
+            set_mark(resource.RLIM_INFINITY)
             for fd in files.values():
                 os.close(fd)
 
@@ -339,6 +361,25 @@ def open_memory_file(data: bytes) -> int:
     return fd
 
 
+def compute_mark(job_id: str) -> int:
+    """Return a number by which the processes of a job are found that have cleared their environment."""
+    return 1 << 60 | int(job_id[:15], 16)
+
+
+def set_mark(mark: int) -> None:
+    """Mark the processes that are started from now on, by a limit that they inherit and that limits nothing.
+
+    It is the microseconds that a real-time process may compute without a pause.
+    """
+    if sys.platform == "linux" and resource.getrlimit(resource.RLIMIT_RTTIME)[1] == resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_RTTIME, (mark, resource.RLIM_INFINITY))
+
+
+def read_mark(process: Path) -> bytes:
+    """Return the mark of a process, from its directory in `/proc`."""
+    return (process / "limits").read_bytes().partition(b"Max realtime timeout ")[2].split(None, 1)[0]
+
+
 def has_children() -> bool:
     """Whether this process has any child. What an ended command left behind has become one, where that is possible."""
     if sys.platform != "linux":
@@ -353,9 +394,11 @@ def has_children() -> bool:
 def find_job_processes(job_id: str, root: int | None, known: dict[int, bytes]) -> dict[int, bytes]:
     """Return the processes of a job with their start times, in any process group.
 
-    These are those whose environment names the job, the descendants of `root`, and what is left of `known`.
+    These are those that have its mark or whose environment names it, the descendants of `root`, and what is left of
+    `known`.
     """
     marker = f"{JOB_VARIABLE}={job_id}".encode()
+    mark = str(compute_mark(job_id)).encode()
     started: dict[int, bytes] = {}
     children: dict[int, list[int]] = {}
     found: set[int] = set()
@@ -367,7 +410,11 @@ def find_job_processes(job_id: str, root: int | None, known: dict[int, bytes]) -
                 continue
             started[pid] = fields[19]
             children.setdefault(int(fields[1]), []).append(pid)
-            if known.get(pid) == fields[19] or marker in (folder / "environ").read_bytes().split(b"\0"):
+            if (
+                known.get(pid) == fields[19]
+                or read_mark(folder) == mark
+                or marker in (folder / "environ").read_bytes().split(b"\0")
+            ):
                 found.add(pid)
     waiting = [*found, *([root] if root else [])]
     while waiting:
@@ -384,6 +431,7 @@ class Keeper:
         self._running: dict[str, RunningCommand] = {}
         self._by_pid: dict[int, RunningCommand] = {}
         self._finishing: set[asyncio.Task[None]] = set()
+        self._unwritten: dict[str, Json] = {}  # results that a full disk has no room for
         self._connections = 0
         self._last_used = time.monotonic()
         self._stopping = asyncio.Event()
@@ -396,15 +444,18 @@ class Keeper:
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
         loop.add_signal_handler(signal.SIGTERM, self._stopping.set)
         server = await asyncio.start_unix_server(self._serve, sock=listener, limit=MAX_REQUEST_BYTES)
-        async with server:
-            while not self._stopping.is_set():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), SWEEP_SECONDS)
-                self._remove_expired_jobs()
-                if self._running or self._connections:
-                    self._last_used = time.monotonic()
-                elif time.monotonic() - self._last_used > IDLE_EXIT_SECONDS:
-                    break
+        while not self._stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), SWEEP_SECONDS)
+            self._remove_expired_jobs()
+            for job_id in list(self._unwritten):
+                self._write_result(self._jobs_directory / job_id, self._unwritten.pop(job_id))
+            if self._running or self._connections or self._unwritten:
+                self._last_used = time.monotonic()
+            elif time.monotonic() - self._last_used > IDLE_EXIT_SECONDS:
+                break
+        self._stopping.set()
+        server.close()  # without waiting for connections, which may stay
         for job in list(self._running.values()):
             job.stop("keeper")
         if self._running:
@@ -416,12 +467,12 @@ class Keeper:
     def _settle_lost_jobs(self) -> None:
         """Note jobs of an earlier keeper that have no result as lost, and end what is left of them."""
         for folder in self._jobs_directory.iterdir():
-            if (folder / "spec.json").exists() and not (folder / "result.json").exists():
+            if (folder / "spec.json").exists() and load_result(folder) is None:
                 for pid in find_job_processes(folder.name, None, {}):
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signal.SIGKILL)
                 result = {"state": "lost", "outputBytes": measure_output(folder), "endedAt": time.time()}
-                write_json(folder / "result.json", result)
+                self._write_result(folder, result)
 
     def _remove_expired_jobs(self) -> None:
         """Remove the output of old jobs, and their directories once the client knows the results."""
@@ -454,10 +505,17 @@ class Keeper:
 
     async def _finish(self, job: RunningCommand, status: int) -> None:
         result = await job.finish(status)
-        write_json(job.folder / "result.json", result, survives_power_failure=False)  # without it, it is lost
+        self._write_result(job.folder, result, survives_power_failure=False)  # without it, it is lost
         self._running.pop(job.id, None)
         job.ended.set()
         self._job_ended.set()
+
+    def _write_result(self, folder: Path, result: Json, *, survives_power_failure: bool = True) -> None:
+        """Write how a job ended. Where the disk is full, it is kept in memory until it can be written."""
+        try:
+            write_json(folder / "result.json", result, survives_power_failure=survives_power_failure)
+        except OSError:
+            self._unwritten[folder.name] = result
 
     # --- requests ---
 
@@ -491,21 +549,17 @@ class Keeper:
         key, spec = str(request["key"]), request["spec"]
         folder = self._locate(key)
         if not folder.exists():
+            if self._stopping.is_set():
+                raise ConnectionAbortedError  # the client asks the next keeper
             if len(self._running) >= MAX_JOBS:
                 raise Refused(f"{MAX_JOBS} jobs are running already")
             job = self._prepare(key, folder, spec)
             try:
                 job.start()
             except OSError as error:
-                write_json(
-                    folder / "result.json",
-                    {
-                        "state": "failed",
-                        "error": f"{error.strerror}: {error.filename}",
-                        "endedAt": time.time(),
-                    },
-                )
                 job.ended.set()
+                text = f"{error.strerror}: {error.filename}"
+                self._write_result(folder, {"state": "failed", "error": text, "endedAt": time.time()})
             else:
                 self._running[job.id] = self._by_pid[job.pid or 0] = job
         return await self._handle_wait(request)
@@ -513,11 +567,16 @@ class Keeper:
     def _prepare(self, key: str, folder: Path, spec: Json) -> RunningCommand:
         draft = folder.with_suffix(".draft")
         shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(mode=0o700)
-        write_json(draft / "spec.json", {"key": key, "startedAt": time.time(), **spec})
-        draft.rename(folder)
-        sync_directory(self._jobs_directory)
-        return RunningCommand(key, folder, spec)
+        try:
+            draft.mkdir(mode=0o700)
+            write_json(draft / "spec.json", {"key": key, "startedAt": time.time(), **spec})
+            draft.rename(folder)
+            sync_directory(self._jobs_directory)
+            return RunningCommand(key, folder, spec)
+        except OSError as error:
+            for path in (draft, folder):
+                shutil.rmtree(path, ignore_errors=True)
+            raise Refused(f"its directory could not be written: {error.strerror}") from None
 
     async def _handle_wait(self, request: Json) -> Json:
         """Wait until a job has ended, at most for `seconds`."""
@@ -544,10 +603,7 @@ class Keeper:
     def _describe(self, folder: Path) -> Json:
         if job := self._running.get(folder.name):
             return {"state": "running", "startedAt": job.started_at, "outputBytes": job.output_bytes}
-        try:
-            return json.loads((folder / "result.json").read_bytes())
-        except FileNotFoundError:
-            return {"state": "unknown"}
+        return self._unwritten.get(folder.name) or load_result(folder) or {"state": "unknown"}
 
     async def _handle_read(self, request: Json) -> Json:
         folder = self._locate(str(request["key"]))
@@ -573,7 +629,7 @@ class Keeper:
         if not folder.exists():
             self._prepare(key, folder, {"keepSeconds": 0.0})
             result = {"state": "failed", "error": "It was stopped before it started.", "endedAt": time.time()}
-            write_json(folder / "result.json", result)
+            self._write_result(folder, result)
         if job := self._running.get(folder.name):
             job.stop(str(request["reason"]))
             with contextlib.suppress(TimeoutError):
@@ -603,6 +659,14 @@ class Keeper:
 
     def _locate(self, key: str) -> Path:
         return self._jobs_directory / hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def load_result(folder: Path) -> Json | None:
+    """Return how a job ended, or None if that is not known. After a power failure, the file may be there but empty."""
+    try:
+        return json.loads((folder / "result.json").read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def write_json(path: Path, value: Json, *, survives_power_failure: bool = True) -> None:
@@ -636,8 +700,6 @@ def main(directory: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return 0  # another keeper serves this directory
-    with contextlib.suppress(AttributeError, OSError):  # processes whose parent ends become ours
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
@@ -649,6 +711,8 @@ def main(directory: Path) -> int:
     listener.listen(64)
     if os.fork() == 0:  # the first process returns when connections are accepted
         os.setsid()
+        with contextlib.suppress(AttributeError, OSError):  # processes whose parent ends become ours
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         asyncio.run(Keeper(Path.cwd()).run(listener))
     return 0
 
