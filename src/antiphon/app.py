@@ -58,6 +58,7 @@ from antiphon.tools import (
 from antiphon.transfers.mirror import TranscriptMirror, remove_mark
 from antiphon.workspace.bootstrap import BootstrapReader
 from antiphon.workspace.sandbox import Sandboxes
+from antiphon.workspace.sandbox_pruning import SandboxPruner
 from antiphon.workspace.skills import read_skills
 
 __all__ = ["MAX_TOOL_RESULT_CHARACTERS", "App", "open_app", "open_app_operations", "open_operations_readonly"]
@@ -182,6 +183,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 aclosing(launcher),
                 aclosing(command_tools.commands),
                 _run_mirror(mirror, home),
+                run_in_background(SandboxPruner(config, store, clock, home.path).run()),
                 _run_engine(engine, scheduler, coordination.drain_seconds),
             ):
                 await command_tools.commands.start()

@@ -21,7 +21,7 @@ ToolNames = Annotated[tuple[str, ...], Strict(False), AfterValidator(expand_tool
 """A list of tool names in lower case, with aliases replaced and groups expanded."""
 
 
-_SANDBOX_KEYS = "browser perSession prune ssh"
+_SANDBOX_KEYS = "browser perSession ssh"
 _TOOL_KEYS = "codeMode elevated loopDetection message swarm toolsBySender"
 _EXEC_KEYS = "approvalRunningNoticeMs commandHighlighting mode node reviewer safeBinProfiles strictInlineEval"
 _ENDPOINT_KEYS = "files images maxBodyBytes maxImageParts maxTotalImageBytes maxUrlParts"

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from antiphon.config.base import Section, Strings, Text, build_expected_error
+from antiphon.config.base import MAX_NUMBER, Section, Strings, Text, build_expected_error
 
 SandboxBackendName = Literal["bwrap", "landlock"]
 WorkspaceAccess = Literal["none", "ro", "rw"]
@@ -12,6 +12,7 @@ SandboxScope = Literal["session", "agent", "shared"]
 
 DEFAULT_SANDBOX_USER_ID = 59_321  # in the range of ordinary users, where no account is created by default
 
+PruneTime = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
 _FOREIGN_BACKENDS = ("docker", "openshell", "ssh")
 
 
@@ -25,6 +26,13 @@ def _refuse_network(value: object) -> object:
     if isinstance(value, str) and value != "none":
         raise build_expected_error("'none', because commands in a sandbox have no network in this release")
     return value
+
+
+class SandboxPrune(Section):
+    """When directories of sandboxed sessions are removed. 0 means never; the shorter time counts."""
+
+    idle_hours: PruneTime = Field(default=24, description="Hours without use.")
+    max_age_days: PruneTime = Field(default=7, description="Days without use.")
 
 
 class SandboxConfig(Section):
@@ -49,6 +57,9 @@ class SandboxConfig(Section):
         default=DEFAULT_SANDBOX_USER_ID, description="User id of commands, if the gateway runs as root."
     )
     binds: Strings = Field(default=(), description="Directories as 'source:target[:ro|rw]'.")
+    prune: SandboxPrune = Field(
+        default_factory=SandboxPrune.model_construct, description="When their directories are removed."
+    )
     network: Annotated[Literal["none"], BeforeValidator(_refuse_network)] = Field(
         default="none", description="Commands in a sandbox have no network."
     )

@@ -24,7 +24,7 @@ from antiphon.store import Store, Tx
 from antiphon.store.queries import Queries
 from antiphon.workspace.directory import FileReplacement, WorkspaceDirectory
 from antiphon.workspace.edits import FilePatch, parse_patch, replace_text, require_distinct_paths
-from antiphon.workspace.locations import WORKSPACE_MOUNT, Mount, SessionWorkspace
+from antiphon.workspace.locations import WORKSPACE_MOUNT, Mount, SessionWorkspace, mark_used
 
 MAX_WRITE_BYTES = 1024 * 1024
 MAX_READ_BYTES = 16 * 1024 * 1024
@@ -210,6 +210,7 @@ class WorkspaceFiles:
         """Run blocking work on a directory in a thread."""
 
         def run() -> T:
+            mark_used([mount])
             mount.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             with WorkspaceDirectory(mount.root, below=mount.below, aliases=(mount.target,)) as directory:
                 return work(directory)

@@ -6,8 +6,10 @@ A sandboxed session has a directory of its own, and sees of its agent's what `sa
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,7 @@ _PLAIN_NAME_PATTERN = re.compile(r"[0-9A-Za-z_-]{1,64}")
 WORKSPACE_MOUNT, AGENT_WORKSPACE_MOUNT, TEMPORARY_MOUNT = "/workspace", "/agent", "/tmp"  # noqa: S108 - of sandboxes
 WORKSPACE_DIRECTORY_NAME, TEMPORARY_DIRECTORY_NAME = "workspace", "tmp"
 SHARED_DIRECTORY_NAME, AGENT_DIRECTORY_NAME = "_shared", "_agent"  # neither an agent id nor a hash
+OWN_DIRECTORY_NAME_PATTERN = re.compile(rf"{AGENT_DIRECTORY_NAME}|[0-9a-f]{{32}}")
 _BIND_PATTERN = re.compile(r"([^:]+):(/[^:]*)(?::(ro|rw))?")
 
 
@@ -100,6 +103,16 @@ class SessionWorkspaceLocator:
         if settings.workspace_access == "ro":
             further = (Mount(AGENT_WORKSPACE_MOUNT, agent_root, writable=False), *further)
         return SessionWorkspace((workspace, *further))
+
+
+def mark_used(mounts: Iterable[Mount]) -> None:
+    """Record that a session uses its own directory, so that it is not removed as idle."""
+    for mount in mounts:
+        own = mount.root.parent
+        is_ours = own.name == SHARED_DIRECTORY_NAME or OWN_DIRECTORY_NAME_PATTERN.fullmatch(own.name)
+        if is_ours and mount.root.name in (WORKSPACE_DIRECTORY_NAME, TEMPORARY_DIRECTORY_NAME):
+            with suppress(OSError):
+                os.utime(own)
 
 
 def parse_binds(binds: Sequence[str]) -> list[Mount]:

@@ -31,6 +31,7 @@ from antiphon.workspace.locations import (
     Mount,
     SessionWorkspace,
     SessionWorkspaceLocator,
+    mark_used,
     parse_binds,
 )
 from antiphon.workspace.sandbox_backend import (
@@ -222,6 +223,7 @@ class Sandboxes:
         """Create what is missing, and return the device and inode numbers of the directories by their names."""
         check_bind_targets(parse_binds(agent.sandbox.binds))
         check_mounts(workspace.mounts, self._state_dir)
+        mark_used(workspace.mounts)
         bound = {bind.target for bind in parse_binds(agent.sandbox.binds)}
         numbers: dict[str, str] = {}
         for mount in workspace.mounts:

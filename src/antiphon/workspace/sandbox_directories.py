@@ -5,23 +5,32 @@ They hold a session's own workspace and its temporary files. Directories of agen
 
 from __future__ import annotations
 
+import math
 import os
-import re
 import shutil
 import time
+import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.workspace.locations import AGENT_DIRECTORY_NAME, SHARED_DIRECTORY_NAME, locate_sandboxes
+from antiphon.workspace.locations import (
+    OWN_DIRECTORY_NAME_PATTERN,
+    SHARED_DIRECTORY_NAME,
+    locate_agent_workspace,
+    locate_sandboxes,
+)
 
 if TYPE_CHECKING:
     from antiphon.config import Config
+    from antiphon.config.sandbox import SandboxPrune
 
 MAX_COUNTED_FILES = 100_000
-_OWN_NAME_PATTERN = re.compile(rf"{AGENT_DIRECTORY_NAME}|[0-9a-f]{{32}}")
+MILLISECONDS_PER_HOUR = 3_600_000
+_REMOVED_NAME_PREFIX = ".antiphon-removed-"
 
 
 class SandboxDirectory(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -49,14 +58,69 @@ def remove_idle_directories(config: Config, state_dir: Path, idle_hours: float) 
     before = (time.time() - idle_hours * 3600) * 1000
     idle = [directory for directory in list_directories(config, state_dir) if directory.used_at < before]
     for directory in idle:
-        shutil.rmtree(directory.path, ignore_errors=True)
+        _delete_tree(Path(directory.path))
     return idle
+
+
+def list_idle_directories(config: Config, state_dir: Path, now: int) -> dict[Path, int]:
+    """Return what `sandbox.prune` lets be removed, with the time since which it must not have been used.
+
+    A directory that agents share is kept for the longest of their times. What an earlier pass left is removed.
+    """
+    limits: dict[Path, float] = {}
+    workspaces = [locate_agent_workspace(config.get_agent(agent), state_dir) for agent in config.agent_ids]
+    for agent_id in config.agent_ids:
+        agent = config.get_agent(agent_id)
+        root = locate_sandboxes(agent, state_dir)
+        for parent in (root, root / agent_id):
+            for path in parent.glob(f"{_REMOVED_NAME_PREFIX}*"):
+                _delete_tree(path)
+        for path in _find_directories(root, agent_id):
+            limits[path] = max(limits.get(path, 0), _get_idle_hours(agent.sandbox.prune))
+    idle: dict[Path, int] = {}
+    for path, hours in limits.items():
+        if hours == math.inf or any(workspace.is_relative_to(path) for workspace in workspaces):
+            continue
+        before = now - round(hours * MILLISECONDS_PER_HOUR)
+        with suppress(FileNotFoundError):  # something else removes files there
+            if path.stat().st_mtime * 1000 < before and _describe(path).used_at < before:
+                idle[path] = before
+    return idle
+
+
+def remove_directory(path: Path, before: int) -> bool:
+    """Remove a directory with its files, unless it has been used since then. Returns whether it was removed."""
+    aside = path.with_name(f"{_REMOVED_NAME_PREFIX}{uuid.uuid4().hex}")
+    try:
+        if path.stat().st_mtime * 1000 >= before:
+            return False
+        path.rename(aside)  # a command that starts now gets a new one
+    except OSError:
+        return False
+    _delete_tree(aside)
+    return True
+
+
+def _get_idle_hours(prune: SandboxPrune) -> float:
+    """Return after how many hours without use a directory is removed."""
+    return min((hours for hours in (prune.idle_hours, prune.max_age_days * 24) if hours), default=math.inf)
+
+
+def _delete_tree(path: Path) -> None:
+    """Delete a directory that no session uses, also if a command has taken the permissions of its parts away."""
+    shutil.rmtree(path, ignore_errors=True)
+    for folder, names, _ in os.walk(path):
+        for name in names:
+            if not Path(folder, name).is_symlink():
+                with suppress(OSError):
+                    Path(folder, name).chmod(0o700)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _find_directories(root: Path, agent_id: str) -> Iterator[Path]:
     """Yield the directories with the names that Antiphon gives; nothing else in a chosen root is taken for one."""
     for candidate in (root / SHARED_DIRECTORY_NAME, *(root / agent_id).glob("*")):
-        is_ours = candidate.parent == root or _OWN_NAME_PATTERN.fullmatch(candidate.name)
+        is_ours = candidate.parent == root or OWN_DIRECTORY_NAME_PATTERN.fullmatch(candidate.name)
         if is_ours and candidate.is_dir() and not candidate.is_symlink():
             yield candidate
 

@@ -236,3 +236,8 @@ async def has_live_commands(tx: Tx, host: str) -> bool:
 async def list_commands_without_owner(tx: Tx, host: str, now: int) -> list[str]:
     """Return the running commands of other hosts that no process looks after."""
     return [row["key"] for row in await tx.all(SQL.without_owner, host=host, now=now)]
+
+
+async def list_live_sessions(tx: Tx) -> list[Row]:
+    """Return the sessions with commands that are starting or running, and whether those are sandboxed."""
+    return await tx.all(SQL.live_sessions)

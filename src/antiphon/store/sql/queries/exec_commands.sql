@@ -40,6 +40,9 @@ WHERE key = :key AND state IN ('starting', 'running');
 -- name: live_of_session
 SELECT key, host FROM exec_commands WHERE session = :session AND state IN ('starting', 'running') LIMIT 1000;
 
+-- name: live_sessions
+SELECT DISTINCT session_key, agent_id, sandboxed FROM exec_commands WHERE state IN ('starting', 'running');
+
 -- name: live_of_run
 SELECT key, host, background FROM exec_commands WHERE run_id = :run_id AND state IN ('starting', 'running') LIMIT 1000;
 
