@@ -116,8 +116,13 @@ async def test_a_person_allows_a_call_from_the_command_line(shop: Shop) -> None:
         shown = await shop.decide("list")
         assert approval["id"] in shown and '{"amount":5}' in shown and "calls pay" in shown
         assert shop.calls == ""
-        assert "Allowed once" in await shop.decide("allow", approval["id"])
+        assert "  antiphon approvals deny " + approval["id"] in shown.splitlines()
+        status = await asyncio.to_thread(shop.program.run, "status")
+        assert "approvals    1 call waits for approval; see: antiphon approvals\n" in status.out
+        assert "Allowed once" in await shop.decide("allow", approval["id"][:6])
         assert await wait_for_reply(shop, gateway) == "All done."
+        status = await asyncio.to_thread(shop.program.run, "status", "--json")
+        assert status.json["approvals"] == 0
         assert "No call waits" in await shop.decide()
         unknown = await asyncio.to_thread(shop.program.run, "approvals", "deny", "nope")
         assert unknown.code == 3 and "There is no approval 'nope'" in unknown.err
@@ -155,8 +160,10 @@ async def test_a_chat_shows_the_question_and_takes_the_answer(shop: Shop) -> Non
             terminal.expect(re.escape('{"amount":5}'))
             found = terminal.expect(r"/approve ([0-9a-f]+) allow-once\|allow-always\|deny")
             terminal.type(f"/approve {found[1]} maybe")
-            terminal.expect("Usage: /approve ID")
-            terminal.type(f"/approve {found[1]} allow-always")
+            terminal.expect("/approve needs the id of a waiting call and one of: allow-once")
+            terminal.type("Thanks.")
+            terminal.expect("queued behind the current answer, which waits for your approval")
+            terminal.type(f"/approve {found[1][:6]} allow-always")
             terminal.expect("pay was allowed by owner")
             terminal.expect("All done.")
             terminal.type("/quit")
@@ -169,6 +176,22 @@ async def test_a_chat_shows_the_question_and_takes_the_answer(shop: Shop) -> Non
     [grant] = (await asyncio.to_thread(shop.program.run, "approvals", "grants", "--json")).json["grants"]
     assert "Revoked" in await shop.decide("revoke", grant["id"])
     assert "No call is always allowed" in await shop.decide("grants")
+
+
+async def test_a_script_is_told_the_command_that_decides(shop: Shop) -> None:
+    with up(shop.program) as gateway:
+        script = asyncio.create_task(
+            asyncio.to_thread(shop.program.run, "chat", "--json", "--message", "Pay.")
+        )
+        approval = await shop.wait_for_approval()
+        await shop.decide("deny", approval["id"])
+        done = await script
+        assert f"Answer with:\n    antiphon approvals allow {approval['id']} " in done.err
+        assert "/approve" not in done.err
+        usage = await asyncio.to_thread(shop.program.run, "chat", stdin="/approve\n")
+        assert (usage.code, usage.out) == (2, "")
+        assert "/approve needs the id of a waiting call" in usage.err
+        assert gateway.stop() == 0
 
 
 async def test_invalid_arguments_are_refused_without_asking(shop: Shop) -> None:

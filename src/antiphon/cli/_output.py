@@ -93,6 +93,7 @@ def format_duration(ms: int) -> str:
 
 
 def format_age(ms: int) -> str:
+    """Format how long ago a time is, in its largest unit."""
     seconds = max(0, time.time() - ms / 1000)
     for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:

@@ -45,6 +45,18 @@ def find_by_name(
     raise NotFound(f"No {what} is called {target[:80]!r}.", f"{meant}{hint}")
 
 
+async def find_approval_id(backend: Backend, reference: str) -> str:
+    """Return the id of the only waiting call whose id begins like this; else the reference, such as a decided one's id.
+
+    Raises:
+        Ambiguous: several waiting calls match.
+    """
+    waiting = await backend.list_approvals()
+    if reference and any(approval.id.startswith(reference) for approval in waiting):
+        return find_by_name(reference, waiting, lambda approval: (approval.id,), "approval", "").id
+    return reference
+
+
 async def ensure_session_exists(backend: Backend, reference: str) -> None:
     """Create a main session if it does not exist. Any other missing session counts as mistyped, as it does for agents.
 

@@ -56,17 +56,19 @@ async def _load_approvals(settings: Settings) -> list[ApprovalView]:
 def _print_approval(approval: ApprovalView) -> None:
     """Print the whole call: a person must not decide on a part of it."""
     head = f"{approval.id}  {approval.agent_id} calls {approval.tool} in {approval.session_key}"
-    since = f"waiting for {_output.format_age(approval.created_at)}"
+    since = f"asked {_output.format_age(approval.created_at)}"
     click.echo(f"{_output.bold(_output.clean_line(head))}  {_output.dim(since)}")
     for line in _output.clean_text(approval.text).split("\n"):
         click.echo(f"    {line}")
-    always = f", or always allow it: {_output.PROGRAM_NAME} approvals allow {approval.id} --always"
-    click.echo(
-        _output.dim(
-            f"  {_output.PROGRAM_NAME} approvals allow {approval.id} | {_output.PROGRAM_NAME} approvals deny "
-            f"{approval.id}{always if approval.can_allow_always else ''}"
-        )
-    )
+    for choice in format_choices(approval):
+        click.echo(_output.dim(f"  {choice}"))
+
+
+def format_choices(approval: ApprovalView) -> list[str]:
+    """Return the commands that decide on a call."""
+    program = _output.PROGRAM_NAME
+    always = "   (or with --always: do not ask again)" if approval.can_allow_always else ""
+    return [f"{program} approvals allow {approval.id}{always}", f"{program} approvals deny {approval.id}"]
 
 
 @command.command()
@@ -76,7 +78,7 @@ def _print_approval(approval: ApprovalView) -> None:
 @common_options
 @click.pass_obj
 def allow(settings: Settings, approval_id: str, always: bool) -> None:
-    """Allow a call."""
+    """Allow a call. ID may be the beginning of an id."""
     _resolve(settings, approval_id, "allow-always" if always else "allow-once")
 
 
@@ -86,7 +88,7 @@ def allow(settings: Settings, approval_id: str, always: bool) -> None:
 @common_options
 @click.pass_obj
 def deny(settings: Settings, approval_id: str) -> None:
-    """Deny a call."""
+    """Deny a call. ID may be the beginning of an id."""
     _resolve(settings, approval_id, "deny")
 
 
@@ -101,9 +103,10 @@ def _resolve(settings: Settings, approval_id: str, decision: str) -> None:
 
 async def _resolve_approval(settings: Settings, approval_id: str, decision: str) -> ApprovalView:
     from antiphon.cli._backend import open_backend_for_changes
+    from antiphon.cli._references import find_approval_id
 
     async with open_backend_for_changes(settings) as backend:
-        return await backend.resolve_approval(approval_id, decision)
+        return await backend.resolve_approval(await find_approval_id(backend, approval_id), decision)
 
 
 @command.command()

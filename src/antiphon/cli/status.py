@@ -12,6 +12,7 @@ import msgspec
 
 from antiphon.cli import _output
 from antiphon.cli._options import Settings, common_options, gateway_options
+from antiphon.errors import Forbidden
 
 if TYPE_CHECKING:
     from antiphon.client import Client
@@ -73,7 +74,16 @@ async def _fetch_gateway_status(client: Client) -> dict[str, Any]:
     config = (await client.call("config.get"))["config"]
     shared = all(config.get(part, {}).get("url") for part in ("store", "bus"))
     facts = {name: status.get(name) for name in STATUS_FIELDS}
+    facts["approvals"] = await _count_approvals(client)
     return {**facts, "shared": shared, "sessions": status["sessions"]["count"]}
+
+
+async def _count_approvals(client: Client) -> int | None:
+    """Return how many calls wait for a person; None for a token that may not decide on them."""
+    try:
+        return len(await client.list_approvals())
+    except Forbidden:
+        return None
 
 
 def _build_unavailable_status(settings: Settings) -> dict[str, Any]:
@@ -81,7 +91,7 @@ def _build_unavailable_status(settings: Settings) -> dict[str, Any]:
     from antiphon.cli._gateway_lookup import find_local_gateways
 
     found = None if settings.named_gateway else next(find_local_gateways(settings.paths.state_dir), None)
-    return {**dict.fromkeys((*STATUS_FIELDS, "shared", "sessions")), "pid": found.pid if found else None}
+    return {**dict.fromkeys((*STATUS_FIELDS, "approvals", "shared", "sessions")), "pid": found.pid if found else None}
 
 
 def read_readiness(url: str) -> Readiness:
@@ -113,13 +123,15 @@ async def _read_store_status(settings: Settings) -> dict[str, Any]:
     config, operator = settings.load_config_lazily(), Caller.operator()
     elsewhere = config.store_url is not None
     if not elsewhere and not home.database.exists():
-        return {**facts, "sessions": 0, "runs": {"queued": 0, "running": 0}, "deliveries": {}}
+        runs = {"queued": 0, "running": 0}
+        return {**facts, "sessions": 0, "runs": runs, "approvals": 0, "deliveries": {}}
     async with open_operations_readonly(config, home.path) as operations:
         summary = await operations.sessions.get_summary(operator)
         deliveries = (await operations.deliveries.list(operator, limit=1)).count_by_state
+        approvals = len(await operations.approvals.list(operator))
         replicas = await operations.status.list_replicas(operator) if elsewhere else []
     runs = {"queued": summary.queued, "running": summary.running}
-    facts |= {"sessions": summary.sessions, "runs": runs, "deliveries": deliveries}
+    facts |= {"sessions": summary.sessions, "runs": runs, "approvals": approvals, "deliveries": deliveries}
     facts |= {"replicas": msgspec.to_builtins(replicas), "shared": True} if elsewhere else {}
     return {**facts, "tokenFile": _get_token_file(settings)}
 
@@ -149,6 +161,7 @@ def _format_gateway_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "up for", _output.format_duration(facts["uptimeMs"])
     yield "sessions", str(facts["sessions"])
     yield "runs", _format_run_counts(runs)
+    yield from _format_waiting_approvals(facts)
     yield "connections", str(facts["connections"])
     yield "memory", f"{facts['rssBytes'] // 2**20} MiB at most"
     yield "cron", _output.format_count(cron["jobs"], "job") + ("" if cron["enabled"] else ", disabled")
@@ -171,6 +184,7 @@ def _format_stopped(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             "runs",
             f"{runs['running']} interrupted, {runs['queued']} queued; they continue at the next start",
         )
+    yield from _format_waiting_approvals(facts)
     yield from _format_stuck_deliveries(facts)
     yield from _format_replicas(facts)
     yield "state", facts["stateDir"]
@@ -194,6 +208,13 @@ def _format_replicas(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         parts += [] if replica["alive"] else ["no heartbeat: other replicas take over its lanes"]
         parts += ["coordinator"] if replica["watching"] else []
         yield "replica", f"{replica['name']}: {', '.join(parts)}"
+
+
+def _format_waiting_approvals(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield how many calls wait for a person, if any do."""
+    if count := facts["approvals"]:
+        waiting = f"{_output.format_count(count, 'call waits', 'calls wait')} for approval"
+        yield "approvals", f"{waiting}; see: {_output.PROGRAM_NAME} approvals"
 
 
 def _format_stuck_deliveries(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -20,6 +20,7 @@ import msgspec
 from antiphon.bus import MessageAppended
 from antiphon.cli import _output
 from antiphon.cli._backend import Backend
+from antiphon.cli._references import find_approval_id
 from antiphon.cli.chat import speakers
 from antiphon.cli.chat.line_reader import LineReader
 from antiphon.cli.chat.renderer import ChatRenderer
@@ -297,7 +298,8 @@ class ChatController:
         message = IncomingMessage(session=self._session, content=text, idempotency_key=run_id)
         await self._backend.submit(message)
         if self._pending_runs:
-            self._renderer.print_note("(queued behind the current answer)")
+            waits = ", which waits for your approval" if self._renderer.has_undecided_approval else ""
+            self._renderer.print_note(f"(queued behind the current answer{waits})")
         self._add_pending_run(run_id)
         if self._stop_after_send:
             await self._backend.stop(self._session, run_id)
@@ -395,21 +397,24 @@ class ChatController:
 
     async def _set_send_policy(self, argument: str) -> None:
         if parse_send_command(text := f"/send {argument}") is None:
-            self._renderer.print_result("Usage: /send on|off|inherit")
-            return
+            raise InvalidInput("/send needs one of: on, off, inherit.", "Enter, for example, /send off.")
         await self._send_message(text)
 
     async def _decide_approval(self, argument: str) -> None:
         approval_id, _, decision = argument.partition(" ")
         if decision.strip() not in APPROVAL_DECISIONS:
-            self._renderer.print_result(f"Usage: /approve ID {'|'.join(APPROVAL_DECISIONS)}")
-            return
-        await self._backend.resolve_approval(approval_id, decision.strip())
+            decisions = ", ".join(APPROVAL_DECISIONS)
+            raise InvalidInput(
+                f"/approve needs the id of a waiting call and one of: {decisions}.",
+                f"Enter /approve ID {APPROVAL_DECISIONS[0]}; `antiphon approvals` lists the ids.",
+            )
+        await self._backend.resolve_approval(
+            await find_approval_id(self._backend, approval_id), decision.strip()
+        )
 
     async def _show_history(self, argument: str) -> None:
         if argument and not (argument.isdecimal() and 0 < int(argument) <= 1000):
-            self._renderer.print_result("Usage: /history [1-1000]")
-            return
+            raise InvalidInput("/history takes a number from 1 to 1000.", "Enter, for example, /history 50.")
         page = await self._backend.read_history(
             self._session, HistoryFilter(limit=int(argument or 10), include_tools=True, without_internal=True)
         )

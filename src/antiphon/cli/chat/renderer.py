@@ -18,6 +18,7 @@ import msgspec
 
 from antiphon.bus import ApprovalChanged, Delivered, Delta, Event, MessageAppended, RunChanged, ToolPhase
 from antiphon.cli._output import bold, clean_line, clean_text, dim, format_tool_calls, red
+from antiphon.cli.approvals import format_choices
 from antiphon.cli.chat import speakers
 from antiphon.operations.types import ApprovalView, build_approval_view
 
@@ -209,15 +210,21 @@ class ChatRenderer:
             return
         self._undecided_approval_ids.append(approval.id)
         lines = "\n".join(f"    {line}" for line in approval.text.split("\n"))
-        question = (
-            f"{clean_line(self.speaker)} asks to call {approval.tool}:\n{lines}\n"
-            f"  Answer with: /approve {approval.id} {'|'.join(approval.allowed_decisions)}"
-        )
+        question = f"{clean_line(self.speaker)} asks to call {approval.tool}:\n{lines}\n  Answer with: "
+        self._end_open_line()
         if self._style == "conversation":
-            self._append_line(bold(clean_text(question)))
+            choices = "|".join(approval.allowed_decisions)
+            self._append_line(bold(clean_text(f"{question}/approve {approval.id} {choices}")))
             self._flush()
-        else:
-            self.print_warning(question)
+        else:  # the next line of a script is read after the answer, so the decision comes from another terminal
+            self._flush()
+            choices = "".join(f"\n    {command}" for command in format_choices(approval))
+            click.echo(clean_text(f"{question.rstrip()}{choices}"), err=True)
+
+    @property
+    def has_undecided_approval(self) -> bool:
+        """Whether a call that was shown waits for a decision."""
+        return bool(self._undecided_approval_ids)
 
     def _show_message(self, event: MessageAppended) -> None:
         body: dict[str, Any] = msgspec.json.decode(event.body)
