@@ -15,6 +15,7 @@ import click
 
 from antiphon import __version__
 from antiphon.cli._errors import report_error
+from antiphon.cli._output import PROGRAM_NAME, name_program
 from antiphon.cli._options import common_options
 
 COMMAND_MODULES = {
@@ -83,8 +84,8 @@ class LazyCommandGroup(click.Group):
 @click.group(
     cls=LazyCommandGroup,
     invoke_without_command=True,
-    help=ROOT_HELP,
-    epilog="Run `antiphon COMMAND --help` for more about a command.",
+    help=name_program(ROOT_HELP),
+    epilog=name_program("Run `antiphon COMMAND --help` for more about a command."),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, prog_name="antiphon", message="%(prog)s %(version)s")
@@ -103,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Pydantic would look for plugins in the metadata of every installed package at each start.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
-        code = root.main(command_line, prog_name="antiphon", standalone_mode=False)
+        code = root.main(command_line, prog_name=PROGRAM_NAME, standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
         _abandon_stdout()

@@ -10,11 +10,11 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from antiphon.cli._output import clean_text, escape_control_characters
+from antiphon.cli._output import PROGRAM_NAME, clean_text, escape_control_characters, name_program
 from antiphon.errors import AntiphonError, Forbidden, ProviderError, TooManyFailures, Unauthorized
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def report_error(error: Exception, arguments: Sequence[str]) -> int:
         click.echo(error.format_message())  # a group without a command prints its help
         return 0
     if isinstance(error, click.ClickException):
-        _print_error(machine, "usage", error.format_message(), _format_usage_hint(error), {})
+        _print_error(machine, "usage", error.format_message(), _format_usage_hint(error, arguments), {})
         return error.exit_code
     what = f"Unexpected error ({type(error).__name__}: {error})."
     _print_error(machine, "internal", what, "Run the command again with --debug for details.", {})
@@ -70,12 +70,26 @@ def get_run_exit_code(view: RunView) -> int:
     return ProviderError.exit_code if view.error_code == ProviderError.code else 1
 
 
-def _format_usage_hint(error: click.ClickException) -> str:
+def _format_usage_hint(error: click.ClickException, arguments: Sequence[str]) -> str:
     context = error.ctx if isinstance(error, click.UsageError) else None
-    return f"Try `{context.command_path if context else 'antiphon'} --help`."
+    return f"Try `{context.command_path if context else _find_command_path(arguments)} --help`."
+
+
+def _find_command_path(arguments: Sequence[str]) -> str:
+    """Return the command that a command line names, for errors that do not know it, such as a missing option value."""
+    from antiphon.cli import root
+
+    path, command = [PROGRAM_NAME], cast("click.Command", root)
+    for word in arguments:
+        found = command.get_command(click.Context(command), word) if isinstance(command, click.Group) else None
+        if found is not None:
+            path.append(word)
+            command = found
+    return " ".join(path)
 
 
 def _print_error(machine: bool, code: str, what: str, hint: str, data: dict[str, Any]) -> None:
+    what, hint = name_program(what), name_program(hint)
     if machine:
         error = {"code": code, "message": what, "hint": hint, "data": data}
         click.echo(

@@ -65,6 +65,16 @@ def clip_text(text: str, maximum: int = MAX_MESSAGE_CHARS) -> str:
     )
 
 
+def name_program(text: str) -> str:
+    """Return a text in which commands such as `antiphon up` begin as the user calls the program."""
+    if PROGRAM_NAME == "antiphon":
+        return text
+    from antiphon.cli import COMMAND_MODULES
+
+    commands = "|".join(COMMAND_MODULES)
+    return re.sub(rf"(?<![\w/.-])antiphon(?= (?:{commands}|COMMAND|--[a-z-]+)\b)", lambda _: PROGRAM_NAME, text)
+
+
 def print_json(value: object, *, compact: bool = False) -> None:
     """Print one JSON value."""
     import msgspec

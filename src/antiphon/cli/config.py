@@ -131,5 +131,5 @@ def format_rehearsal_notice(settings: Settings) -> str:
         "No model provider is configured, so the built-in rehearsal model answers: it\n"
         "follows instructions such as `say hello`. To use a real model, add it under\n"
         f"`models.providers` in {str(settings.paths.config)!r},\n"
-        "then run `antiphon config check`."
+        f"then run `{_output.PROGRAM_NAME} config check`."
     )

@@ -88,7 +88,7 @@ def _print_page(page: DeliveryPage) -> None:
     if page.next_cursor:
         click.echo(_output.dim(f"There are more: --cursor {_output.clean_text(page.next_cursor)}"))
     if any(delivery.state in STUCK_STATES for delivery in page.deliveries):
-        click.echo(_output.dim("After you have fixed the cause: antiphon deliveries retry KEY"))
+        click.echo(_output.dim(f"After you have fixed the cause: {_output.PROGRAM_NAME} deliveries retry KEY"))
 
 
 def _format_destination(delivery: DeliveryView) -> str:
@@ -115,7 +115,7 @@ def retry(settings: Settings, key: str) -> int:
     elif delivery.state == "delivered":
         click.echo("It was delivered.")
     else:
-        click.echo("It is on its way. See: antiphon deliveries")
+        click.echo(f"It is on its way. See: {_output.PROGRAM_NAME} deliveries")
     return 1 if delivery.state in STUCK_STATES else 0
 
 

@@ -310,10 +310,13 @@ class _DiagramPresenter:
         if written:
             click.echo(f"{'file':<11} {written}")
         if kept:
-            click.echo(f"{'kept':<11} antiphon --state-dir {kept} sessions history main --tools")
+            click.echo(f"{'kept':<11} {_output.PROGRAM_NAME} --state-dir {kept} sessions history main --tools")
         click.echo()
         for number, (what, why) in enumerate(self._story.next_steps):
-            self._print_wrapped(f"{'      ' if number else 'Next: '}{what:<22} {why}", "        ")
+            command = _output.name_program(what)
+            self._print_wrapped(
+                f"{'      ' if number else 'Next: '}{command:<22} {_output.name_program(why)}", "        "
+            )
 
     def _format_outcome(self, summary: DemoSummary) -> Iterator[tuple[str, str]]:
         if summary.turns:

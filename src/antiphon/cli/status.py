@@ -42,7 +42,7 @@ def command(settings: Settings) -> None:
         _output.print_json(facts)
         return
     for name, fact in _format_running(facts) if facts["running"] else _format_stopped(facts):
-        click.echo(f"{name:<12} {_output.clean_line(fact)}")
+        click.echo(f"{name:<12} {_output.clean_line(_output.name_program(fact))}")
 
 
 async def _collect_facts(settings: Settings) -> dict[str, Any]:

@@ -63,9 +63,8 @@ def _show_subagents(settings: Settings, requester: str) -> None:
     else:
         rows = [_format_row(number, task) for number, task in enumerate(found, 1)]
         _output.print_table(["LABEL", "STATE", "AGENT", "SINCE", "TOKENS", "ERROR", "RESULT"], rows)
-        click.echo(
-            _output.dim("One of them: antiphon subagents show|kill TARGET (a label, a number or `last`)")
-        )
+        hint = "One of them: antiphon subagents show|kill TARGET (a label, a number or `last`)"
+        click.echo(_output.dim(_output.name_program(hint)))
 
 
 async def _load_tasks(settings: Settings, requester: str) -> list[TaskView]:

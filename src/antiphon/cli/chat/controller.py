@@ -281,7 +281,7 @@ class ChatController:
         except AntiphonError as error:
             if self._reconnect_deadline or not self._prompt:
                 raise
-            self._renderer.print_note(str(error))
+            self._renderer.print_note(_output.name_program(str(error)))
 
     async def _execute_command(self, name: str, argument: str) -> None:
         command = self._commands[name]
