@@ -70,7 +70,9 @@ def test_hints_name_the_program_as_it_was_called(program: Program) -> None:
     assert "The answer: ./antiphon sessions history agent:main:main" in sent.err
     assert "start it with: ./antiphon up" in program.run("status").out
     assert program.run("chat", "--agent").err.endswith("\nTry `./antiphon chat --help`.\n")
-    assert program.run("sessions", "list", "--limit").err.endswith("\nTry `./antiphon sessions list --help`.\n")
+    assert program.run("sessions", "list", "--limit").err.endswith(
+        "\nTry `./antiphon sessions list --help`.\n"
+    )
     assert "`./antiphon up`" in program.run("--help").out
     assert "List the open ones: ./antiphon approvals." in program.run("approvals", "allow", "x").err
 

@@ -15,8 +15,8 @@ import click
 
 from antiphon import __version__
 from antiphon.cli._errors import report_error
-from antiphon.cli._output import PROGRAM_NAME, name_program
 from antiphon.cli._options import common_options
+from antiphon.cli._output import PROGRAM_NAME, name_program
 
 COMMAND_MODULES = {
     "demo": ("antiphon.cli.demo", "Watch agents work together. Needs no setup."),

@@ -81,7 +81,9 @@ def _find_command_path(arguments: Sequence[str]) -> str:
 
     path, command = [PROGRAM_NAME], cast("click.Command", root)
     for word in arguments:
-        found = command.get_command(click.Context(command), word) if isinstance(command, click.Group) else None
+        found = (
+            command.get_command(click.Context(command), word) if isinstance(command, click.Group) else None
+        )
         if found is not None:
             path.append(word)
             command = found

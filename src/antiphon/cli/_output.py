@@ -72,7 +72,9 @@ def name_program(text: str) -> str:
     from antiphon.cli import COMMAND_MODULES
 
     commands = "|".join(COMMAND_MODULES)
-    return re.sub(rf"(?<![\w/.-])antiphon(?= (?:{commands}|COMMAND|--[a-z-]+)\b)", lambda _: PROGRAM_NAME, text)
+    return re.sub(
+        rf"(?<![\w/.-])antiphon(?= (?:{commands}|COMMAND|--[a-z-]+)\b)", lambda _: PROGRAM_NAME, text
+    )
 
 
 def print_json(value: object, *, compact: bool = False) -> None:

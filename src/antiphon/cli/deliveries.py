@@ -88,7 +88,9 @@ def _print_page(page: DeliveryPage) -> None:
     if page.next_cursor:
         click.echo(_output.dim(f"There are more: --cursor {_output.clean_text(page.next_cursor)}"))
     if any(delivery.state in STUCK_STATES for delivery in page.deliveries):
-        click.echo(_output.dim(f"After you have fixed the cause: {_output.PROGRAM_NAME} deliveries retry KEY"))
+        click.echo(
+            _output.dim(f"After you have fixed the cause: {_output.PROGRAM_NAME} deliveries retry KEY")
+        )
 
 
 def _format_destination(delivery: DeliveryView) -> str:

@@ -310,7 +310,9 @@ class _DiagramPresenter:
         if written:
             click.echo(f"{'file':<11} {written}")
         if kept:
-            click.echo(f"{'kept':<11} {_output.PROGRAM_NAME} --state-dir {kept} sessions history main --tools")
+            click.echo(
+                f"{'kept':<11} {_output.PROGRAM_NAME} --state-dir {kept} sessions history main --tools"
+            )
         click.echo()
         for number, (what, why) in enumerate(self._story.next_steps):
             command = _output.name_program(what)

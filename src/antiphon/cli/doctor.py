@@ -56,7 +56,9 @@ def command(settings: Settings, online: bool) -> int:
         hint = f" {finding.next_step}" if finding.next_step else ""
         start = f"{mark}  {finding.check:<12} "
         width = len(start) - len(mark) + len(LEVEL_MARKS[finding.level])
-        _output.print_wrapped(start, _output.clean_text(_output.name_program(finding.what + hint)), width=width)
+        _output.print_wrapped(
+            start, _output.clean_text(_output.name_program(finding.what + hint)), width=width
+        )
     return int(failed)
 
 

@@ -91,7 +91,10 @@ def _build_unavailable_status(settings: Settings) -> dict[str, Any]:
     from antiphon.cli._gateway_lookup import find_local_gateways
 
     found = None if settings.named_gateway else next(find_local_gateways(settings.paths.state_dir), None)
-    return {**dict.fromkeys((*STATUS_FIELDS, "approvals", "shared", "sessions")), "pid": found.pid if found else None}
+    return {
+        **dict.fromkeys((*STATUS_FIELDS, "approvals", "shared", "sessions")),
+        "pid": found.pid if found else None,
+    }
 
 
 def read_readiness(url: str) -> Readiness:

@@ -166,7 +166,9 @@ def _describe_agents(loaded: LoadedConfig) -> str:
         for agent_id in others[: MAX_AGENTS_NAMED - 1]
     ]
     more = len(others) - len(named) + 1
-    return f"agents {', '.join(named)}" + (f" and {more} more (`{_output.PROGRAM_NAME} agents`)" if more else "")
+    return f"agents {', '.join(named)}" + (
+        f" and {more} more (`{_output.PROGRAM_NAME} agents`)" if more else ""
+    )
 
 
 def _describe_secret_source(settings: Settings, loaded: LoadedConfig) -> str:
