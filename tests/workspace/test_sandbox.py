@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import tempfile
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +24,7 @@ from antiphon.workspace.locations import SessionWorkspaceLocator
 from antiphon.workspace.sandbox import Sandboxes
 from support.agents_fixture import make_agents_config
 from support.app_fixture import open_test_store
-from support.sandboxes import CHILD, GROUP, MAIN, OTHER_GROUP, make_sandboxes, run, run_command
+from support.sandboxes import BOUND_SECONDS, CHILD, GROUP, MAIN, OTHER_GROUP, make_sandboxes, run, run_command
 
 pytestmark = [
     pytest.mark.anyio,
@@ -200,3 +204,32 @@ async def test_a_backend_that_breaks_after_its_examination_runs_nothing(
     assert sandboxes.explain_unavailable("main") is not None
     with pytest.raises(SandboxUnavailable, match="seccomp=unconfined"):
         await sandboxes.wrap(MAIN, ["true"], workdir=None, env={})
+
+
+async def test_a_cancelled_examination_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    sandboxes = make_sandboxes(tmp_path / "state")
+    preparing, cancelled, prepared = threading.Event(), threading.Event(), threading.Event()
+    prepare = sandboxes._prepare_directories  # pyright: ignore[reportPrivateUsage]
+
+    def prepare_late(*arguments: Any) -> dict[str, str]:
+        preparing.set()
+        assert cancelled.wait(BOUND_SECONDS)
+        try:
+            return prepare(*arguments)
+        finally:
+            prepared.set()
+
+    monkeypatch.setattr(sandboxes, "_prepare_directories", prepare_late)
+    probe = asyncio.create_task(sandboxes.probe())
+    assert await asyncio.to_thread(preparing.wait, BOUND_SECONDS)
+    probe.cancel()
+    asyncio.get_running_loop().call_later(0.05, cancelled.set)
+    await asyncio.wait_for(asyncio.wait([probe]), BOUND_SECONDS)
+    assert await asyncio.to_thread(prepared.wait, BOUND_SECONDS)
+    assert probe.cancelled()
+    assert list(temporary.iterdir()) == []

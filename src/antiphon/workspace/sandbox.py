@@ -187,7 +187,14 @@ class Sandboxes:
     async def _probe_backend(self, backend: SandboxBackend, agent: AgentConfig) -> None:
         with self._make_probe_mounts() as mounts:
             workspace = SessionWorkspace(tuple(mounts))
-            numbers = await asyncio.to_thread(self._prepare_directories, agent, workspace, WORKSPACE_MOUNT)
+            preparing = asyncio.create_task(
+                asyncio.to_thread(self._prepare_directories, agent, workspace, WORKSPACE_MOUNT)
+            )
+            try:
+                numbers = await asyncio.shield(preparing)
+            except asyncio.CancelledError:
+                await asyncio.wait([preparing])  # else it would create again what is removed now
+                raise
             await self._attest(backend, mounts, numbers)
 
     def _create_backend(self, name: SandboxBackendName, agent: AgentConfig) -> SandboxBackend:
