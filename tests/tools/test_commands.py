@@ -221,7 +221,7 @@ async def test_what_ends_the_session_ends_its_processes(tmp_path: Path, how: str
                 assert await operations.sessions.delete(OPERATOR, session)
             case _:
                 await operations.sessions.patch(OPERATOR, session, SessionPatch(archived=True))
-        await wait_until_gone(marker, 3.0)
+        await wait_until_gone(marker)
 
         async def is_over() -> bool:
             return all(row["ended_at"] for row in find_rows(agents))
@@ -241,7 +241,7 @@ async def test_a_stopped_run_ends_the_command_it_waits_for(tmp_path: Path) -> No
         await agents.operations.runs.stop(OPERATOR, MAIN)
         view = await agents.wait_for_end(run_id)
         assert view.state == "cancelled"
-        await wait_until_gone("sleep 491", 3.0)
+        await wait_until_gone("sleep 491")
         await agents.wait_until_idle()
         assert find_wakes(agents) == []
 
@@ -278,7 +278,7 @@ async def test_a_session_runs_a_limited_number_at_once(tmp_path: Path) -> None:
             await run(agents, "sleep 5111", background=True)
         assert "16 commands of this session are running" in await run(agents, "echo no")
         await agents.operations.runs.stop(OPERATOR, MAIN)
-        await wait_until_gone("sleep 5111", 5.0)
+        await wait_until_gone("sleep 5111")
 
 
 async def test_without_process_a_command_is_waited_for(tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ async def test_a_command_runs_in_the_sandbox_unless_the_operator_says_otherwise(
         await run(agents, "setsid sleep 5211 & sleep 5212", background=True)
         await wait_until_running("sleep 5212")
         await agents.operations.runs.stop(OPERATOR, MAIN)
-        await wait_until_gone("sleep 521", 5.0)
+        await wait_until_gone("sleep 521")
         text = await run(agents, "pwd", workdir="/etc")
         assert "outside the workspace" in text
 
@@ -419,7 +419,7 @@ async def test_a_killed_keeper_is_an_interruption_and_repeats_nothing(tmp_path: 
         assert "may have had effects; check before repeating" in view.reply
         assert view.reply.endswith("begun\n")
         assert effect.read_text() == "begun\n"
-        await wait_until_gone("sleep 531", 5.0)
+        await wait_until_gone("sleep 531")
         assert (await run(agents, "echo again")).endswith("again\n")
 
 
@@ -440,7 +440,7 @@ async def test_a_keeper_killed_without_a_gateway_is_reported_once(tmp_path: Path
             await agents.wait_until_idle()
             [wake] = find_wakes(agents)
             assert "Interrupted: " in wake
-        await wait_until_gone("sleep 5411", 5.0)
+        await wait_until_gone("sleep 5411")
     finally:
         end_keeper(tmp_path)
 
