@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from antiphon.errors import InvalidInput, Unavailable
@@ -126,16 +127,16 @@ async def test_a_daemon_without_the_environment_of_its_command_ends_with_it(
     )
     ended = await client.start("ends", shell(daemon.format(71, "rm begun"), tmp_path), wait_seconds=20)
     assert ended.exit_code == 0
-    await until_gone("sleep 36271")
+    await wait_until_gone("sleep 36271")
     script = daemon.format(72, "sleep 36273")
     await client.start("stays", shell(script, tmp_path), wait_seconds=0)
 
     async def has_begun() -> bool:
         return (tmp_path / "begun").exists()
 
-    await until(has_begun)
+    await wait_until_true(has_begun)
     await client.stop("stays", "aborted")
-    await until_gone("sleep 3627")
+    await wait_until_gone("sleep 3627")
 
 
 async def test_a_full_disk_does_not_hide_the_end_of_a_command(client: KeeperClient, tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ async def test_a_full_disk_does_not_hide_the_end_of_a_command(client: KeeperClie
     async def has_printed() -> bool:
         return (await client.wait("full", 0)).output_bytes == len("first\n")
 
-    await until(has_printed)
+    await wait_until_true(has_printed)
     process = find_keeper(tmp_path)
     assert process is not None
     before = process.rlimit(psutil.RLIMIT_FSIZE)
@@ -163,7 +164,7 @@ async def test_a_full_disk_does_not_hide_the_end_of_a_command(client: KeeperClie
     async def is_written() -> bool:
         return len(list((tmp_path / "keeper" / "jobs").glob("*/result.json"))) == 2
 
-    await until(is_written)
+    await wait_until_true(is_written)
 
 
 async def test_a_result_that_a_power_failure_emptied_is_lost(client: KeeperClient, tmp_path: Path) -> None:

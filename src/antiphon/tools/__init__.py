@@ -41,7 +41,7 @@ from antiphon.tools.web_fetch import web_fetch
 from antiphon.tools.web_search import web_search
 from antiphon.tools.write import write
 from antiphon.workspace.command_launch import CommandLauncher
-from antiphon.workspace.commands import Commands
+from antiphon.workspace.commands import OWNER_GRACE_ACK_WAITS, Commands
 from antiphon.workspace.files import WorkspaceFiles
 from antiphon.workspace.locations import SessionWorkspaceLocator
 from antiphon.workspace.memory import WorkspaceMemory
@@ -132,6 +132,7 @@ def create_command_tools(
         state_dir=state_dir,
         files=WorkspaceFiles(store, clock, SessionWorkspaceLocator(config, state_dir)),
         build_notice=CommandNotices(config, clock),
+        owner_grace_seconds=OWNER_GRACE_ACK_WAITS * config.bus.ack_wait_seconds,
         owner=owner,
         apply_effects=apply_effects,
     )

@@ -39,7 +39,7 @@ WATCH_SECONDS = 20.0
 RETRY_SECONDS = 1.0
 IDLE_CLOSE_SECONDS = 30.0  # without commands, after which the keeper may end
 OTHER_HOST_POLL_SECONDS = 1.0
-OWNER_GRACE_SECONDS = 30.0  # a host without a living process for so long has lost its commands
+OWNER_GRACE_ACK_WAITS = 3  # a host without a living process for so many `bus.ackWaitSeconds` has lost its commands
 ABANDONED_POLL_SECONDS = 5.0
 MAX_CONCURRENT_READS = 4  # of whole outputs, which are held in memory
 
@@ -60,6 +60,7 @@ class Commands:
         state_dir: Path,
         files: WorkspaceFiles,
         build_notice: NoticeBuilder,
+        owner_grace_seconds: float,
         owner: str = "",
         apply_effects: Callable[[Effects], Awaitable[None]] | None = None,
     ) -> None:
@@ -73,6 +74,7 @@ class Commands:
         self._host_path = self._keeper.directory / HOST_FILE_NAME
         self._host = ""
         self._owner = owner
+        self._owner_grace_seconds = owner_grace_seconds
         self._apply_effects = apply_effects
         self._live: set[str] = set()
         self._attended: dict[str, int] = {}  # commands that a call is waiting for, with the number of calls
@@ -216,7 +218,7 @@ class Commands:
             )
             if row["key"] in orphans:
                 orphaned_at = orphaned_at or loop.time()
-                if loop.time() - orphaned_at > OWNER_GRACE_SECONDS:
+                if loop.time() - orphaned_at > self._owner_grace_seconds:
                     return await self._record_end(current, CommandEnd(state="lost")) or current
             else:
                 orphaned_at = None
@@ -465,7 +467,7 @@ class Commands:
             )
             orphaned_at = {key: orphaned_at.get(key, loop.time()) for key in keys}
             for key, since in orphaned_at.items():
-                if loop.time() - since > OWNER_GRACE_SECONDS:
+                if loop.time() - since > self._owner_grace_seconds:
                     await self._give_up(key)
             await asyncio.sleep(ABANDONED_POLL_SECONDS)
 
