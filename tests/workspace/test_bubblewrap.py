@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -239,6 +240,34 @@ def test_processes_and_memory_are_limited(run: Run) -> None:
     assert hog.stdout.strip() != "1000000000"
     big = run("head -c 100000000 /dev/zero > big")
     assert big.returncode != 0
+
+
+def test_other_processes_of_the_user_do_not_count(
+    run: Run, place: Path, request: pytest.FixtureRequest
+) -> None:
+    if request.node.callspec.params["run"] == "root":
+        pytest.skip("without a user namespace, all commands of the user count together")
+    owner = UNPRIVILEGED_UID if IS_ROOT else os.getuid()
+    program = f"""
+import os, threading
+if {IS_ROOT}:
+    os.setresuid({owner}, {owner}, {owner})
+for _ in range({LIMITS.processes + 1}):
+    threading.Thread(target=input).start()
+print("ready", flush=True)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-I", "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as busy:
+        try:
+            assert busy.stdout is not None
+            assert busy.stdout.readline() == b"ready\n"
+            assert run("echo done").stdout == "done\n"
+        finally:
+            busy.kill()
 
 
 def test_no_process_outlives_its_command(run: Run) -> None:

@@ -72,13 +72,12 @@ class Bubblewrap:
         for name, value in COMMAND_ENVIRONMENT.items():
             arguments += ["--setenv", name, value]
         files = {ARGUMENTS_PLACEHOLDER: b"".join(os.fsencode(text) + b"\0" for text in arguments)}
-        argv = [*self._build_limits(), str(self._program), "--args", ARGUMENTS_PLACEHOLDER]
+        argv = [str(self._program), "--args", ARGUMENTS_PLACEHOLDER]
         if self._filter is not None:
             argv += ["--seccomp", FILTER_PLACEHOLDER]
             files[FILTER_PLACEHOLDER] = self._filter
-        return SandboxedCommand(
-            [*argv, "--", *self._build_user_change(), *set_variables(command, env)], {}, files
-        )
+        inside = [*self._build_user_change(), *self._build_limits(), *set_variables(command, env)]
+        return SandboxedCommand([*argv, "--", *inside], {}, files)
 
     def find_fault(self, attestation: str, mounts: Mapping[str, str]) -> str | None:
         """Return what the attestation shows to be wrong, or None if the sandbox is isolated."""
@@ -110,6 +109,7 @@ class Bubblewrap:
         return ["/usr/bin/setpriv", "--reuid", number, "--regid", number, *drop, "--"]
 
     def _build_limits(self) -> list[str]:
+        """Limit the command, inside: in a user namespace, only its own processes count, not all of the user."""
         limits = self._limits
         return [
             "/usr/bin/prlimit",
