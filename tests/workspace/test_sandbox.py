@@ -14,6 +14,7 @@ import pytest
 from antiphon import keys
 from antiphon.access import Caller
 from antiphon.clock import SystemClock
+from antiphon.engine.collaboration import attachments
 from antiphon.engine.sessions import session_rows
 from antiphon.engine.sessions.session_rows import NewSession
 from antiphon.errors import AntiphonError, Forbidden, NotFound, SandboxUnavailable
@@ -113,6 +114,19 @@ async def test_a_sub_agent_starts_in_its_own_directory_also_if_it_shares_the_wor
         sandboxes = make_sandboxes(tmp_path, workspaceAccess=access)
         assert await run(sandboxes, CHILD, "pwd; echo x > made") == f"{directory}\n"
     assert (tmp_path / "workspaces" / "main" / "subagents" / "6f0c" / "made").read_text() == "x\n"
+
+
+@pytest.mark.requirement("AT9")
+@pytest.mark.parametrize("access", ["none", "ro", "rw"])
+async def test_a_sub_agent_can_use_the_attachments_that_the_gateway_wrote(
+    tmp_path: Path, access: str
+) -> None:
+    sandboxes = make_sandboxes(tmp_path, workspaceAccess=access)
+    await run(sandboxes, GROUP, "true")  # the workspace belongs to the user of the commands from now on
+    root = tmp_path / "workspaces" / "main"
+    root.mkdir(parents=True, exist_ok=True)
+    receipt = attachments.write(root, "1", [("file", b"canary")], below="subagents/6f0c")
+    assert await run(sandboxes, CHILD, f"cat {receipt.rel_dir}/file; echo x > new && cat new") == "canaryx\n"
 
 
 @pytest.mark.requirement("AT11")

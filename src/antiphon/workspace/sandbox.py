@@ -243,7 +243,8 @@ class Sandboxes:
                     field="binds",
                 )
             if os.geteuid() == 0 and mount.writable and mount.target not in bound:
-                for below in {"", mount.below}:
+                start = workspace.start if mount is workspace.workspace else ""
+                for below in {"", mount.below, start}:
                     with WorkspaceDirectory(mount.root, below=below) as directory:
                         directory.give_to(agent.sandbox.user)
             with WorkspaceDirectory(mount.root, below=mount.below, aliases=(mount.target,)) as directory:
