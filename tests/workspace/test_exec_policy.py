@@ -32,6 +32,9 @@ GRANTED = ("git", "status", "--short")
         ("allowlist", "on-miss", "/tmp/head -n 5", "ask"),
         ("allowlist", "on-miss", "head /etc/passwd", "ask"),
         ("allowlist", "on-miss", "head secret", "ask"),
+        ("allowlist", "on-miss", "/opt/../tmp/tool run", "ask"),
+        ("allowlist", "on-miss", "wc --files0-from=secret", "ask"),
+        ("allowlist", "on-miss", "uniq 1 2", "ask"),
         ("allowlist", "on-miss", "jq --rawfile=/etc/passwd", "ask"),
     ],
 )

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Literal
 
@@ -101,6 +102,9 @@ _WRAPPERS = frozenset(
 )
 """Programs that run what their arguments say: a grant for one would be a grant for everything."""
 _VERSION_SUFFIX = re.compile(r"[0-9.]+$")
+_NUMBERS = re.compile(r"[0-9][0-9,.-]*")
+_OPTION = re.compile(r"-{1,2}[A-Za-z][A-Za-z0-9-]*(=[\w,.:'\"-]*)?|-[0-9][0-9,.-]*")
+_FILE_OPTION = re.compile("file|from")  # such as `wc --files0-from=NAME`
 
 
 class ExecRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,13 +155,19 @@ def decide(command: str, rules: ExecRules) -> Decision:
 
 def _is_listed(words: tuple[str, ...], rules: ExecRules) -> bool:
     program = words[0]
+    if ".." in PurePosixPath(program).parts:  # it would lead out of the directory of a pattern
+        return False
     if any(fnmatchcase(program, pattern) for pattern in rules.allowed_programs):
         return True
     path = PurePosixPath(program)
     is_trusted = path.parent == PurePosixPath(".") or str(path.parent) in rules.trusted_directories
-    return is_trusted and path.name in rules.safe_programs and not any(map(_may_name_a_file, words[1:]))
+    return is_trusted and path.name in rules.safe_programs and not _may_name_a_file(words)
 
 
-def _may_name_a_file(word: str) -> bool:
-    """Whether an argument of a filter could be a file; options and plain numbers or short field lists are not."""
-    return not re.fullmatch(r"-{1,2}[A-Za-z][A-Za-z0-9-]*(=[\w,.:'\"-]*)?|-?[0-9][0-9,.-]*", word)
+def _may_name_a_file(words: Sequence[str]) -> bool:
+    """Whether an argument of a filter could be a file. Options are not, nor numbers or field lists after an option."""
+    return not all(
+        (_NUMBERS.fullmatch(word) and before.startswith("-"))
+        or (_OPTION.fullmatch(word) and not _FILE_OPTION.search(word))
+        for before, word in pairwise(words)
+    )
