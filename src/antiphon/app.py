@@ -59,7 +59,6 @@ from antiphon.transfers.mirror import TranscriptMirror, remove_mark
 from antiphon.workspace.bootstrap import BootstrapReader
 from antiphon.workspace.sandbox import Sandboxes
 from antiphon.workspace.sandbox_pruning import SandboxPruner
-from antiphon.workspace.skills import read_skills
 
 __all__ = ["MAX_TOOL_RESULT_CHARACTERS", "App", "open_app", "open_app_operations", "open_operations_readonly"]
 
@@ -292,7 +291,6 @@ class _RunSetupLoader:
         wait_until_examined: Callable[[], Awaitable[None]],
     ) -> None:
         self._secret = secret
-        self._state_dir = state_dir
         self._bootstrap = BootstrapReader(state_dir)
         self._wait_until_examined = wait_until_examined
         self._runtimes = runtimes
@@ -335,7 +333,6 @@ class _RunSetupLoader:
                 claim,
                 nonce,
                 await self._bootstrap.read(agent, claim.session_key),
-                await read_skills(agent, claim.session_key, self._state_dir),
             ),
             tools=identity.tools,
             max_steps=agent.max_steps,
@@ -351,10 +348,8 @@ class _RunSetupLoader:
         return self._subagent_slots.setdefault(provider, asyncio.Semaphore(self._max_subagent_steps))
 
 
-def _build_instructions(
-    agent: AgentConfig, claim: Claim, nonce: str, workspace_files: str, skills: str
-) -> str:
+def _build_instructions(agent: AgentConfig, claim: Claim, nonce: str, workspace_texts: str) -> str:
     own = agent.instructions or f"You are {agent.name or agent.id}, a helpful assistant."
     here = f"This conversation is the session {keys.display_full_key(claim.session_key)!r}."
-    parts = [own, workspace_files, skills, here, framing.explain_frames(nonce), claim.instructions]
+    parts = [own, workspace_texts, here, framing.explain_frames(nonce), claim.instructions]
     return "\n\n".join(filter(None, parts))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.config import parse
 from antiphon.workspace import skills
 from support.app_fixture import MAIN
 
@@ -20,8 +19,7 @@ def write_skill(workspace: Path, name: str, text: str) -> None:
 
 
 async def read(workspace: Path, session: str = MAIN) -> list[str]:
-    config, _ = parse({"agents": {"list": [{"id": "main", "workspace": str(workspace)}]}})
-    text = await skills.read_skills(config.get_agent("main"), session, workspace)
+    text = await skills.read_skills(workspace, session)
     return [line for line in text.splitlines() if line.startswith("- ")]
 
 

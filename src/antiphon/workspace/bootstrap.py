@@ -1,4 +1,4 @@
-"""The files of a workspace that are part of the system prompt: who the agent is, and what it should know.
+"""What a workspace adds to the system prompt: files about the agent and its work, and the list of its skills.
 
 People write these files, and agents may keep them up to date. Only a main session reads MEMORY.md, since other sessions
 have other readers; a sub-agent reads what describes the work. Files that do not change are read once.
@@ -16,6 +16,7 @@ from antiphon import keys
 from antiphon.errors import AntiphonError
 from antiphon.workspace.directory import WorkspaceDirectory
 from antiphon.workspace.locations import locate_agent_workspace
+from antiphon.workspace.skills import read_skills
 
 if TYPE_CHECKING:
     from antiphon.config import AgentConfig
@@ -54,12 +55,14 @@ class BootstrapReader:
             versions = _find_files(workspace, names)
         else:
             versions = await asyncio.to_thread(_find_files, workspace, names)
+        if versions is None:
+            return ""
         known = self._contributions.get((agent.id, names))
         if known is None or known[0] != versions:
             texts = await asyncio.to_thread(_read_texts, workspace, versions)
             text = format_files(texts, agent.bootstrap_max_chars, agent.bootstrap_total_max_chars)
             known = self._contributions[agent.id, names] = (versions, text)
-        return known[1]
+        return "\n\n".join(filter(None, [known[1], await read_skills(workspace, session_key)]))
 
 
 def select_file_names(session_key: str) -> Sequence[str]:
@@ -87,9 +90,10 @@ def format_files(texts: Sequence[tuple[str, str]], max_characters: int, max_tota
     return "\n\n".join(parts)
 
 
-def _find_files(workspace: Path, names: Sequence[str]) -> Sequence[_FileVersion]:
+def _find_files(workspace: Path, names: Sequence[str]) -> Sequence[_FileVersion] | None:
+    """Return the files that exist, or None without a workspace."""
     if not os.path.isdir(workspace):  # noqa: PTH112 - before every run
-        return ()
+        return None
     found: list[_FileVersion] = []
     for name in names:
         try:

@@ -10,15 +10,11 @@ import asyncio
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from antiphon import keys
 from antiphon.errors import AntiphonError
 from antiphon.workspace.directory import WorkspaceDirectory
-from antiphon.workspace.locations import locate_agent_workspace
-
-if TYPE_CHECKING:
-    from antiphon.config import AgentConfig
 
 SKILLS_DIRECTORY_NAME, SKILL_FILE_NAME = "skills", "SKILL.md"
 MAX_SKILLS = 100
@@ -36,9 +32,8 @@ class Skill(NamedTuple):
     path: str
 
 
-async def read_skills(agent: AgentConfig, session_key: str, state_dir: Path) -> str:
+async def read_skills(workspace: Path, session_key: str) -> str:
     """Return the part of the system prompt that lists the skills; empty without any."""
-    workspace = locate_agent_workspace(agent, state_dir)
     folder = f"{workspace}/{SKILLS_DIRECTORY_NAME}"
     if keys.parse(session_key).shape == "subagent" or not os.path.isdir(folder):  # noqa: PTH112, ASYNC240 - every run
         return ""
