@@ -15,10 +15,11 @@ import pytest
 
 from antiphon.access import Caller
 from antiphon.config import Config
+from antiphon.errors import InvalidInput
 from antiphon.messages import AssistantMessage, TextBlock, ThinkingBlock, ToolCall, ToolResult
 from antiphon.operations.types import SessionPatch
 from antiphon.runtimes import Prompt
-from antiphon.workspace.command_launch import CommandLauncher, Launch
+from antiphon.workspace.command_launch import CommandLauncher, Launch, check_launch
 from antiphon.workspace.locations import SessionWorkspaceLocator
 from antiphon.workspace.sandbox import Sandboxes
 from support.agents_fixture import (
@@ -297,6 +298,15 @@ async def test_the_list_refuses_what_is_not_on_it(tmp_path: Path) -> None:
             assert "'tools.exec.security' is 'allowlist'" in await run(agents, command)
         assert "allowlist" in await run(agents, "echo a", env={"LD_PRELOAD": "/tmp/x.so"})
         assert find_rows(agents)[1:] == []
+
+
+@pytest.mark.sqlite_only
+@pytest.mark.parametrize(
+    "given", [{"command": "é" * 70_000}, {"command": "true", "env": {"A": "é" * 40_000}}]
+)
+def test_what_the_kernel_would_refuse_is_refused_before(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match="file"):
+        check_launch(Launch(timeout_seconds=1, stdin=False, pty=False, **given))
 
 
 @pytest.mark.sqlite_only

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_COMMAND_CHARACTERS = 100_000
+MAX_COMMAND_BYTES = 100_000  # the kernel takes an argument of at most 128 KiB
 MAX_ENVIRONMENT_BYTES = 64 * 1024
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 QUIET_ENVIRONMENT = {
@@ -247,9 +247,9 @@ def check_launch(launch: Launch) -> None:
     Raises:
         InvalidInput: the command or a variable has a NUL character, is empty or too long.
     """
-    if not launch.command.strip() or len(launch.command) > MAX_COMMAND_CHARACTERS or "\0" in launch.command:
+    if not launch.command.strip() or _measure(launch.command) > MAX_COMMAND_BYTES or "\0" in launch.command:
         raise InvalidInput(
-            f"The command must have 1 to {MAX_COMMAND_CHARACTERS} characters and no NUL character.",
+            f"The command must have 1 to {MAX_COMMAND_BYTES} bytes and no NUL character.",
             "Put a long script into a file first.",
             field="command",
         )
@@ -258,7 +258,11 @@ def check_launch(launch: Launch) -> None:
             raise InvalidInput(
                 f"{name!r} is not a valid variable.", "Use plain names and values.", field="env"
             )
-    if sum(len(name) + len(value) for name, value in launch.env.items()) > MAX_ENVIRONMENT_BYTES:
+    if sum(_measure(name + value) for name, value in launch.env.items()) > MAX_ENVIRONMENT_BYTES:
         raise InvalidInput("The variables are too long.", "Put them into a file.", field="env")
     if launch.workdir is not None and "\0" in launch.workdir:
         raise InvalidInput("The directory has a NUL character.", "Use a plain path.", field="workdir")
+
+
+def _measure(text: str) -> int:
+    return len(text.encode("utf-8", "replace"))

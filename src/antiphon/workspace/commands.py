@@ -39,7 +39,9 @@ WATCH_SECONDS = 20.0
 RETRY_SECONDS = 1.0
 IDLE_CLOSE_SECONDS = 30.0  # without commands, after which the keeper may end
 OTHER_HOST_POLL_SECONDS = 1.0
-OWNER_GRACE_ACK_WAITS = 3  # a host without a living process for so many `bus.ackWaitSeconds` has lost its commands
+OWNER_GRACE_ACK_WAITS = (
+    3  # a host without a living process for so many `bus.ackWaitSeconds` has lost its commands
+)
 ABANDONED_POLL_SECONDS = 5.0
 MAX_CONCURRENT_READS = 4  # of whole outputs, which are held in memory
 
