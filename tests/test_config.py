@@ -819,6 +819,9 @@ def test_the_tools_for_work_are_those_there_are() -> None:
         "No search service is configured. Set 'tools.web.search.apiKey' for Brave Search, or"
         " 'tools.web.search.searxng.baseUrl' to the address of your SearXNG.",
     ]
+    [warning] = parse({"tools": {"web": {"search": {"enabled": True}}}})[1]
+    assert "no search service is configured, so 'web_search' is not offered" in warning
+    assert not parse({"tools": {"web": {"search": {"enabled": True, "searxng": {"baseUrl": "http://s"}}}}})[1]
     [warning] = parse({"tools": {"fs": {"workspaceOnly": False}}})[1]
     assert "'tools.fs.workspaceOnly' is false, but file tools stay inside" in warning
 
@@ -877,7 +880,9 @@ def test_config_of_a_related_gateway_loads_with_a_warning_for_each_foreign_part(
     assert {"messages", "agents.list[0].heartbeat", "models.providers.p.authHeader", "gateway.mode"} <= named
     assert "models.providers.p.models[0].compat" in named
     assert len(named) == 22
-    (docker,) = [text for text in warnings if "belongs to a feature" not in text]
+    (docker,) = [
+        text for text in warnings if "belongs to a feature" not in text and "no search service" not in text
+    ]
     assert docker.startswith("'agents.defaults.sandbox.docker' has no effect: this release has no backend")
     assert config.agents.defaults.workspace == "~/w"
     assert raw == pyjson5.decode(RELATED)

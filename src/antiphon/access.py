@@ -151,7 +151,9 @@ def build_session_missing_error(
     For an agent it names what the agent can reach and the settings that decide that, whether or not the session exists.
     """
     shows = "Use a key that sessions_list (or `antiphon sessions list`) shows."
-    if caller is not None and grants is not None and not caller.is_operator:
+    if caller is not None and caller.is_operator:
+        shows = "Use a key that `antiphon sessions list` shows."
+    elif caller is not None and grants is not None:
         shows = f"Use a key that sessions_list shows. {_describe_reach(caller, grants)}"
     return NotFound(f"Session {reference!r} was not found.", shows, reference=reference)
 

@@ -321,7 +321,7 @@ async def _check_runs(store: Store, *, running: bool) -> list[Finding]:
             report_warning(
                 "runs",
                 f"{_format_run_count(len(orphaned))} interrupted.",
-                "They continue at the next start.",
+                f"{'It continues' if len(orphaned) == 1 else 'They continue'} at the next start.",
             )
         )
     return findings or [report_ok("runs", "no run was lost or given up")]

@@ -51,7 +51,9 @@ def delivered(program: Program) -> dict[str, Any]:
 @pytest.mark.requirement("A2")
 def test_sub_agents_are_shown(program_with_helper: Program) -> None:
     assert program_with_helper.run("chat", "--message", "say hello").code == 0
-    assert "has no sub-agents that run or ended recently" in program_with_helper.run("subagents").out
+    assert program_with_helper.run("subagents").out == "No sub-agents of main run or ended recently.\n"
+    unknown = program_with_helper.run("subagents", "--for", "nope").err
+    assert "Use a key that `antiphon sessions list` shows." in unknown and "sessions_list" not in unknown
     assert program_with_helper.run("spawn", "say forty two", "--label", "calc", "--wait").code == 0
     heading, row, hint = program_with_helper.run("subagents", "list").out.splitlines()
     assert heading.split() == ["LABEL", "STATE", "AGENT", "SINCE", "TOKENS", "ERROR", "RESULT"]

@@ -144,7 +144,9 @@ async def test_help_shows_a_call_only_of_a_tool_there_is() -> None:
     told: list[Message] = [UserMessage(content="hello", timestamp=1)]
     with_tools = await RehearsalRuntime().step(prompt_of(told), Recorder())
     without = await RehearsalRuntime().step(prompt_of(told, tools=[]), Recorder())
-    assert "`call ping {}`" in with_tools.text
+    only_ping = await RehearsalRuntime().step(prompt_of(told, tools=TOOLS[:1]), Recorder())
+    assert "`call sessions_list {}`" in with_tools.text, "it needs no arguments"
+    assert "`call ping {}`" in only_ping.text
     assert "call" not in without.text
 
 

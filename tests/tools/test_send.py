@@ -412,6 +412,9 @@ async def test_the_policy_of_the_target_blocks_the_send_before_anything_is_there
             said = await agents.use("sessions_send", sessionKey=target, message="hello")
             assert (said["status"], said["code"]) == ("error", "send_blocked")
             assert said["error"].startswith("send blocked by session policy")
+            assert ("`/send on`" in said["error"]) == (target == HELPER), (
+                "only its own setting is undone there"
+            )
         assert dump_database(tmp_path / DATABASE) == before
 
 

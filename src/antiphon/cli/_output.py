@@ -57,11 +57,12 @@ def clean_line(text: str) -> str:
     return clean_text(text).replace("\n", " ")
 
 
-def clip_text(text: str, maximum: int = MAX_MESSAGE_CHARS) -> str:
+def clip_text(text: str, maximum: int = MAX_MESSAGE_CHARS, *, whole: str = "--json") -> str:
+    """Return the beginning of a long text, and the option or command that shows the whole."""
     return (
         text
         if len(text) <= maximum
-        else f"{text[:maximum]}… ({len(text) - maximum} more characters; see --json)"
+        else f"{text[:maximum]}… ({len(text) - maximum} more characters; see {whole})"
     )
 
 
@@ -230,15 +231,15 @@ def _wrap_lines(text: str, indent: int, taken: int) -> list[str]:
     return folded
 
 
-def format_entry_text(item: Mapping[str, Any]) -> str:
-    """Return the text of a history entry as shown to people."""
+def format_entry_text(item: Mapping[str, Any], *, whole: str = "--json") -> str:
+    """Return the text of a history entry as shown to people; `whole` is what shows all of a long one."""
     if item.get("role") == "compaction":
-        return clean_text(clip_text(f"(summary of earlier messages) {item.get('summary', '')}"))
+        return clean_text(clip_text(f"(summary of earlier messages) {item.get('summary', '')}", whole=whole))
     content = item.get("content")
     blocks = cast("list[Any]", content) if isinstance(content, list) else [{"type": "text", "text": content}]
     failure = item.get("errorMessage")
     parts = [*map(_format_block, blocks), f"Error: {failure}" if failure else ""]
-    return clean_text(clip_text("\n".join(filter(None, parts))))
+    return clean_text(clip_text("\n".join(filter(None, parts)), whole=whole))
 
 
 def _format_block(block: Any) -> str:

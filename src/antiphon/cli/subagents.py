@@ -11,6 +11,7 @@ import click
 
 from antiphon.cli import _output
 from antiphon.cli._options import Settings, common_options, gateway_options
+from antiphon.errors import Conflict, NotFound
 
 if TYPE_CHECKING:
     from antiphon.cli._backend import Backend
@@ -59,7 +60,7 @@ def _show_subagents(settings: Settings, requester: str) -> None:
     if settings.json:
         _output.print_json({"subagents": found})
     elif not found:
-        click.echo(f"{_output.clean_line(requester)} has no sub-agents that run or ended recently.")
+        click.echo(f"No sub-agents of {_output.clean_line(requester)} run or ended recently.")
     else:
         rows = [_format_row(number, task) for number, task in enumerate(found, 1)]
         _output.print_table(["LABEL", "STATE", "AGENT", "SINCE", "TOKENS", "ERROR", "RESULT"], rows)
@@ -71,7 +72,12 @@ async def _load_tasks(settings: Settings, requester: str) -> list[TaskView]:
     from antiphon.cli._backend import open_backend_for_reading
 
     async with open_backend_for_reading(settings) as backend:
-        return await backend.list_subagents(requester)
+        try:
+            return await backend.list_subagents(requester)
+        except NotFound:
+            if requester == "main":  # it begins with its first message
+                return []
+            raise
 
 
 def _format_row(number: int, task: TaskView) -> list[str]:
@@ -117,7 +123,6 @@ def show(settings: Settings, target: str, requester: str) -> None:
 
 async def _load_report(settings: Settings, target: str, requester: str) -> tuple[TaskView | None, str | None]:
     from antiphon.cli._backend import open_backend_for_reading
-    from antiphon.errors import NotFound
 
     async with open_backend_for_reading(settings) as backend:
         try:
@@ -253,8 +258,6 @@ def _list_task_names(task: TaskView) -> Sequence[str]:
 
 
 def _check_running(task: TaskView) -> TaskView:
-    from antiphon.errors import Conflict
-
     if task.phase == "settled":
         raise Conflict(f"{task.name!r} has already ended.", "See its result with `antiphon subagents`.")
     return task

@@ -67,6 +67,11 @@ def find_warnings(config: Config) -> Iterator[str]:
             f"'tools.web.search.provider' is {provider!r}, which is not supported, so 'web_search' is not offered."
             " Use 'brave' or 'searxng'."
         )
+    if _lacks_search_service(config):
+        yield (
+            "'tools.web.search.enabled' is true, but no search service is configured, so 'web_search' is not offered."
+            " Set 'apiKey' (Brave Search) or 'searxng.baseUrl' there."
+        )
     yield from _warn_exec(config)
     yield from _warn_container_networks(config)
     yield from _warn_agents_out_of_sight(config)
@@ -81,6 +86,13 @@ def find_warnings(config: Config) -> Iterator[str]:
             f" admitted by {' and '.join(channels)}. Each can read what the others wrote."
             " Set it to 'per-channel-peer' to give each sender a session."
         )
+
+
+def _lacks_search_service(config: Config) -> bool:
+    """Whether `web_search` was switched on without a service; by default it is on and needs no warning."""
+    search = config.tools.web.search
+    is_requested = search.enabled and "enabled" in search.model_fields_set and search.provider is None
+    return is_requested and search.api_key is None and search.searxng.base_url is None
 
 
 def _warn_unsupported_sections(config: Config) -> Iterator[str]:

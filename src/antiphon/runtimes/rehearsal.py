@@ -141,8 +141,9 @@ class RehearsalRuntime:
 
 
 def _format_help(prompt: Prompt) -> str:
-    # A call can only be suggested if the prompt has a tool.
-    call = f"`call {prompt.tools[0].name} {{}}`, " if prompt.tools else ""
+    # A call can only be suggested if the prompt has a tool; preferably one that needs no arguments.
+    names = [tool.name for tool in prompt.tools]
+    call = f"`call {'sessions_list' if 'sessions_list' in names else names[0]} {{}}`, " if names else ""
     return f"Instruct me with lines such as `say hello`, {call}`think …`, `slow 2` or `fail …`."
 
 

@@ -419,9 +419,10 @@ class ChatController:
             self._session, HistoryFilter(limit=int(argument or 10), include_tools=True, without_internal=True)
         )
         await speakers.look_up_page_speakers(self._backend, page.messages, self._renderer.known)
+        whole = f"{_output.PROGRAM_NAME} sessions history {self._session} --json"
         for item in page.messages:
             heading = speakers.format_heading(item, self._renderer.known, self._renderer.speaker)
-            self._renderer.print_result(f"{heading} {_output.format_entry_text(item)}")
+            self._renderer.print_result(f"{heading} {_output.format_entry_text(item, whole=whole)}")
         if not page.messages:
             self._renderer.print_result("There are no messages yet.")
 

@@ -251,7 +251,7 @@ class ChatRenderer:
         ):
             # Without a name, it was typed into the same session by another client.
             self.print_note(
-                f"{speakers.format_speaker(entry, self.known) or 'another user'}> {_extract_text(body)}"
+                f"{speakers.format_speaker(entry, self.known) or 'another client'}> {_extract_text(body)}"
             )
 
     def _handle_internal_answer(self, entry: speakers.TranscriptItem, run_id: str | None, text: str) -> None:

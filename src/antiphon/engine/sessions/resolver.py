@@ -180,9 +180,12 @@ class SessionResolver:
 
     def check_send(self, row: Row, message_channel: str | None = None) -> None:
         if not self.can_send(row, message_channel):
+            blocked_by_session = row["send_policy"] == "deny"
             raise SendBlocked(
                 f"send blocked by session policy: nothing may be sent to {row['key']!r}.",
-                "Change session.sendPolicy, or the session's own sendPolicy.",
+                "Enter `/send on` in its chat, or change its sendPolicy."
+                if blocked_by_session
+                else "Change session.sendPolicy, or the session's own sendPolicy.",
                 key=row["key"],
             )
 
