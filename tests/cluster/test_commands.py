@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.database import Postgres
-from support.keepers import end_keeper
+from support.keepers import end_keeper, find_marked, wait_until_gone
 from support.replicas import open_replica_set
 
 pytestmark = pytest.mark.anyio
@@ -48,7 +48,9 @@ async def test_commands_of_a_dead_replica_are_interrupted(tmp_path: Path, postgr
             await replica_set.until_rows("SELECT 1 FROM runs WHERE id LIKE 'wake:exec:%' AND state = 'ok'")
             [wake] = replica_set.rows("SELECT input FROM runs WHERE id LIKE 'wake:exec:%'")
             assert "Interrupted: " in json.loads(wake["input"])["content"]
-            await first.start()  # its commands are no longer its own
+            assert find_marked("sleep 6111"), "no other replica can reach its processes"
+            await first.start()
+            await wait_until_gone("sleep 6111")
             await first.ask("submit", session=WAITING, text="say still here", key="later")
             assert (await replica_set.wait_for_run_end("later"))["reply"] == "still here"
             assert len(replica_set.rows("SELECT 1 FROM runs WHERE id LIKE 'wake:exec:%'")) == 1

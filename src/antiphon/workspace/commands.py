@@ -39,10 +39,9 @@ WATCH_SECONDS = 20.0
 RETRY_SECONDS = 1.0
 IDLE_CLOSE_SECONDS = 30.0  # without commands, after which the keeper may end
 OTHER_HOST_POLL_SECONDS = 1.0
-OWNER_GRACE_ACK_WAITS = (
-    3  # a host without a living process for so many `bus.ackWaitSeconds` has lost its commands
-)
+OWNER_GRACE_ACK_WAITS = 3  # after so many without a living process, a host has lost its commands
 ABANDONED_POLL_SECONDS = 5.0
+GIVEN_UP_KEEP_MS = 86_400_000  # no command runs for longer
 MAX_CONCURRENT_READS = 4  # of whole outputs, which are held in memory
 
 SpecBuilder = Callable[[], Awaitable[CommandSpec]]
@@ -118,6 +117,8 @@ class Commands:
                 await self._adopt(row)
             if not self._store.shared:
                 await self._settle_foreign()
+            else:
+                self._help(self._end_given_up())
             background = (
                 self._repeat(self._watch, 0),
                 self._repeat(self._listen_for_stops, 0),
@@ -472,6 +473,16 @@ class Commands:
                 if loop.time() - since > self._owner_grace_seconds:
                     await self._give_up(key)
             await asyncio.sleep(ABANDONED_POLL_SECONDS)
+
+    async def _end_given_up(self) -> None:
+        """End what still runs of commands that another replica gave up while this host had no process."""
+        since = self._clock.now() - GIVEN_UP_KEEP_MS
+        try:
+            for key in await self._store.read(command_rows.list_commands_given_up, self._host, since):
+                if (await self._keeper.wait(key, 0)).state == "running":
+                    await self._keeper.stop(key, "lost")
+        except (AntiphonError, OSError, TimeoutError) as error:
+            log.warning("Failed to end commands that were given up: %s", error)
 
     async def _give_up(self, key: str) -> None:
         row = await self._store.read(command_rows.find_command, key)

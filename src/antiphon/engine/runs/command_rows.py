@@ -241,3 +241,8 @@ async def list_commands_without_owner(tx: Tx, host: str, now: int) -> list[str]:
 async def list_live_sessions(tx: Tx) -> list[Row]:
     """Return the sessions with commands that are starting or running, and whether those are sandboxed."""
     return await tx.all(SQL.live_sessions)
+
+
+async def list_commands_given_up(tx: Tx, host: str, since: int) -> list[str]:
+    """Return the commands of a host that were lost since a time."""
+    return [row["key"] for row in await tx.all(SQL.given_up_of_host, host=host, since=since)]

@@ -63,6 +63,9 @@ UPDATE exec_commands SET owner = :owner WHERE host = :host AND state IN ('starti
 SELECT c.key FROM exec_commands c LEFT JOIN owners o ON o.id = c.owner
 WHERE c.host <> :host AND c.state IN ('starting', 'running') AND coalesce(o.lease_until, 0) <= :now LIMIT 1000;
 
+-- name: given_up_of_host
+SELECT key FROM exec_commands WHERE host = :host AND state = 'lost' AND ended_at > :since LIMIT 1000;
+
 -- name: delete_oldest
 DELETE FROM exec_commands
 WHERE session = :session AND state NOT IN ('starting', 'running') AND created_at < (
