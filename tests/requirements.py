@@ -149,7 +149,8 @@ CONTRACT: dict[str, tuple[Part, str]] = {
     "T8": ("tools", "A typed Python function marked with antiphon.tool is a tool, loaded from tools.python."),
     "B2": (
         "tools",
-        "A sandbox counts only if it was examined from inside; `sandbox: require` is refused without one.",
+        "A sandbox counts only if it was examined from inside; `sandbox: require` is refused without one. An agent that"
+        " is a Python function is never sandboxed: such a configuration is a warning, and such a run is refused.",
     ),
     "C": ("core", "Configuration: JSON5, errors that name the path, secrets by reference, a JSON Schema."),
     "R": ("core", "Commands: self-explaining, --json, one-sentence errors, documented exit codes."),

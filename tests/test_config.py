@@ -35,7 +35,7 @@ from antiphon.config import (
     secrets,
 )
 from antiphon.config.base import Section
-from antiphon.config.compat import FOREIGN_KEYS, UNUSED_KEYS
+from antiphon.config.compat import FOREIGN_KEY_ADVICE, FOREIGN_KEYS, UNUSED_KEYS
 from antiphon.config_file import find_duplicate_keys
 from antiphon.errors import ConfigError, NotFound, UnknownModel
 from antiphon.runtimes.registry import RuntimeRegistry
@@ -876,13 +876,12 @@ def test_config_of_a_related_gateway_loads_with_a_warning_for_each_foreign_part(
     raw = pyjson5.decode(RELATED)
     config, warnings = parse(raw)
 
-    named = {match[1] for text in warnings if (match := re.match(r"'([^']+)' belongs to a feature", text))}
+    foreign = re.compile(r"'([^']+)' (?:belongs to a feature|has no effect: )")
+    named = {match[1] for text in warnings if (match := foreign.match(text))}
     assert {"messages", "agents.list[0].heartbeat", "models.providers.p.authHeader", "gateway.mode"} <= named
     assert "models.providers.p.models[0].compat" in named
-    assert len(named) == 22
-    (docker,) = [
-        text for text in warnings if "belongs to a feature" not in text and "no search service" not in text
-    ]
+    assert len(named) == 23
+    (docker,) = [text for text in warnings if "sandbox.docker" in text]
     assert docker.startswith("'agents.defaults.sandbox.docker' has no effect: this release has no backend")
     assert config.agents.defaults.workspace == "~/w"
     assert raw == pyjson5.decode(RELATED)
@@ -1800,3 +1799,19 @@ def test_importing_the_config_loads_no_model_library() -> None:
         "sys.exit(any(name in sys.modules for name in ('pydantic_ai', 'openai', 'anthropic')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.requirement("T2")
+@pytest.mark.parametrize("suffix", FOREIGN_KEY_ADVICE)
+def test_a_foreign_key_about_tools_says_why_and_what_to_use_instead(suffix: str) -> None:
+    places = [
+        f"{place}.{key}".removeprefix(".")
+        for place, keys in FOREIGN_KEYS.items()
+        for key in keys
+        if f".{place}.{key}".endswith(f".{suffix}")
+    ]
+    assert places, "the advice is about no key of the table"
+    for place in places:
+        raw = within(place, {"enabled": True})
+        warnings = [warning for warning in parse(raw)[1] if "has no effect: " in warning]
+        assert [warning.endswith(FOREIGN_KEY_ADVICE[suffix]) for warning in warnings] == [True]

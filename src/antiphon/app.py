@@ -38,7 +38,7 @@ from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.sessions.retention import RetentionPolicy
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import Tool, Toolbox
-from antiphon.errors import NotFound
+from antiphon.errors import Forbidden, NotFound
 from antiphon.event_loop import run_in_background
 from antiphon.operations.operations import Operations
 from antiphon.runtimes import Runtime
@@ -323,6 +323,12 @@ class _RunSetupLoader:
             envelope=claim.envelope,
             model=claim.model,
         )
+        if identity.caller.sandboxed and agent.runtime.type == "function":
+            raise Forbidden(
+                f"The session {claim.session_key!r} is sandboxed, but agent {agent.id!r} is a Python function, which"
+                " runs outside any sandbox ('agents.list[].runtime').",
+                "Start a new session, or let a model answer for the agent.",
+            )
         nonce = framing.derive_nonce(self._secret, claim.session_key, claim.session_id)
         return RunSetup(
             nonce=nonce,

@@ -123,8 +123,13 @@ def _replace_secrets(config: Config) -> Config:
     return config.model_copy(update={"models": config.models.model_copy(update={"providers": providers})})
 
 
-def build_toolbox(config: Config, python_tools: Sequence[Tool]) -> Toolbox:
-    """Return the tools that a gateway with this configuration has. They cannot be called."""
+def build_toolbox(
+    config: Config, python_tools: Sequence[Tool], sandboxes: Sandboxes | None = None
+) -> Toolbox:
+    """Return the tools that a gateway with this configuration has. They cannot be called.
+
+    Commands count as available, unless `sandboxes` has found out that they are not.
+    """
     toolbox, session_resolver = Toolbox(), SessionResolver(config)
     operations = Operations(
         OperationContext(
@@ -142,7 +147,7 @@ def build_toolbox(config: Config, python_tools: Sequence[Tool]) -> Toolbox:
         config, _NoStore(), SystemClock(), Path(), RuntimeRegistry(config).get_model_runtime
     )
     chat_tools = create_chat_tools(operations, config)
-    launcher = create_command_launcher(config, Sandboxes(config, Path()), Path())
+    launcher = create_command_launcher(config, sandboxes or Sandboxes(config, Path()), Path())
     command_tools = create_command_tools(
         config, launcher, _NoStore(), LocalBus(), SystemClock(), Path()
     ).tools

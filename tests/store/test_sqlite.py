@@ -461,7 +461,9 @@ def used() -> set[str]:
             for other in sources.values():
                 for alias in (module, *re.findall(rf"\b{module} as (\w+)", other)):
                     names |= {f"{topic}.{n}" for n in re.findall(rf"\b{alias}\.{variable}\.(\w+)", other)}
-                if re.search(rf"from antiphon[\w.]*\.{module} import [^\n]*\b{variable}\b", other):
+                if re.search(
+                    rf"from antiphon[\w.]*\.{module} import (?:\([^)]*|[^\n]*)\b{variable}\b", other
+                ):
                     names |= {f"{topic}.{n}" for n in re.findall(rf"(?<![\w.]){variable}\.(\w+)", other)}
     return names
 

@@ -86,6 +86,38 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
 }
 """Keys of features that Antiphon does not have, by the path of their section."""
 
+FOREIGN_KEY_ADVICE: dict[str, str] = {
+    "tools.elevated": "no sender leaves the sandbox. Use 'tools.exec.host' of an agent for commands on this machine.",
+    "tools.codeMode": "models call each tool by itself. Remove it.",
+    "tools.toolsBySender": "tools depend on the session, not on who writes. Give the senders an agent of their own.",
+    "tools.loopDetection": (
+        "repeated calls are not counted. Use 'agents.defaults.maxSteps' and 'agents.defaults.timeoutSeconds'."
+    ),
+    "tools.message": "posting follows the send policy. Use 'session.sendPolicy' and 'tools.sessions'.",
+    "tools.swarm": "sub-agents have limits of their own. Use 'agents.defaults.subagents'.",
+    "tools.media": (
+        "audio and video are not understood. For images use 'agents.defaults.imageModel' and the tool 'image'."
+    ),
+    "tools.links": "links are read only if the agent asks. Use the tool 'web_fetch'.",
+    "tools.toolSearch": "every tool is in the prompt. Use 'tools.allow' and 'tools.deny' for fewer.",
+    "tools.fs": "it is the same for all agents. Use 'workspace' of the agent.",
+    "memorySearch": (
+        "notes are searched by their words, without embeddings. Use 'MEMORY.md', 'memory/*.md' and 'memory_search'."
+    ),
+    "memory": "notes are files of the workspace. Use 'MEMORY.md', 'memory/*.md' and the tool 'memory_search'.",
+    "skills": "every skill in 'skills/' of the agent's workspace is listed. Add or remove its directory.",
+    "exec.mode": "the levels are separate. Use 'tools.exec.host', 'security' and 'ask'.",
+    "exec.node": "commands run on no other machines. Use 'tools.exec.host'.",
+    "exec.reviewer": "people decide, not a model. Use 'tools.exec.ask' and `antiphon approvals`.",
+    "exec.safeBinProfiles": "the arguments of 'safeBins' follow one rule. Use 'tools.exec.allowlist' for others.",
+    "exec.strictInlineEval": "inline code is never covered by 'allowlist'. Remove it.",
+    "sandbox.browser": "there is no browser. Use the tool 'web_fetch'.",
+    "sandbox.perSession": "'sandbox.scope' replaces it. Use 'session', 'agent' or 'shared'.",
+    "sandbox.ssh": "commands run on this machine. Use 'sandbox.backend' with 'bwrap'.",
+    "approvals": "requests are shown to every approver. Use `antiphon approvals` and 'tools.approvals.timeoutSeconds'.",
+}
+"""Why foreign keys about tools have no effect and what to use instead, by how their paths end."""
+
 _FALLBACKS_ADVICE = "a failed request is retried with the same model only. Set the model to use as 'primary'."
 _DELEGATION_ADVICE = "the agent decides when to delegate. Describe your preference in its 'instructions'."
 _PATCH_MODELS_ADVICE = "the tool does not depend on the model. Use 'tools.deny' of an agent."
@@ -147,15 +179,22 @@ _HARMLESS_VALUES: tuple[object, ...] = (None, False, "", [], {}, ["text"], "main
 """Values that only ask for the existing behaviour."""
 
 
-def drop_foreign_keys(raw: dict[str, Any]) -> list[tuple[str | int, ...]]:
-    """Removes the table's keys from `raw` and returns their paths."""
-    dropped: list[tuple[str | int, ...]] = []
+def drop_foreign_keys(raw: dict[str, Any]) -> list[str]:
+    """Removes the table's keys from `raw` and returns a warning for each."""
+    warnings: list[str] = []
     for place, keys in FOREIGN_KEYS.items():
         for path, node in _find_nodes(raw, place.split(".") if place else [], ()):
             for key in sorted(keys & node.keys()):
                 del node[key]
-                dropped.append((*path, key))
-    return dropped
+                warnings.append(_describe_foreign_key(format_path((*path, key)), f"{place}.{key}"))
+    return warnings
+
+
+def _describe_foreign_key(shown_path: str, path: str) -> str:
+    for suffix, advice in FOREIGN_KEY_ADVICE.items():
+        if f".{path}".endswith(f".{suffix}"):
+            return f"{shown_path!r} has no effect: {advice}"
+    return f"{shown_path!r} belongs to a feature that Antiphon does not have; it is ignored."
 
 
 def _find_nodes(

@@ -83,11 +83,8 @@ def parse(
     """
     known = copy.deepcopy(require_object(raw, file))
     _check_unicode(known, (), file)
-    ignored = [format_path(location) for location in drop_foreign_keys(known)]
+    warnings = drop_foreign_keys(known)
     config = _validate(known, base, file)
-    warnings = [
-        f"{path!r} belongs to a feature that Antiphon does not have; it is ignored." for path in ignored
-    ]
     return config, (*warnings, *find_warnings(config))
 
 

@@ -73,6 +73,7 @@ def find_warnings(config: Config) -> Iterator[str]:
             " Set 'apiKey' (Brave Search) or 'searxng.baseUrl' there."
         )
     yield from _warn_exec(config)
+    yield from _warn_sandboxed_functions(config)
     yield from _warn_container_networks(config)
     yield from _warn_agents_out_of_sight(config)
     yield from _warn_reach_without_effect(config)
@@ -337,6 +338,19 @@ def _warn_container_networks(config: Config) -> Iterator[str]:
             yield (
                 f"'{path}.sandbox.docker.network' is {network!r}, but commands in a sandbox have no network. Set it to"
                 " 'none'; tools such as 'web_fetch' reach the network."
+            )
+
+
+def _warn_sandboxed_functions(config: Config) -> Iterator[str]:
+    """Warnings for functions that are to be sandboxed, although they run in the gateway's own process."""
+    for index, agent_id in enumerate(config.agent_ids):
+        agent = config.get_agent(agent_id)
+        if agent.runtime.type == "function" and agent.sandbox.mode != "off":
+            which = "sessions" if agent.sandbox.mode == "all" else "sessions other than its main session"
+            yield (
+                f"Agent {agent_id!r} is a Python function, which cannot be sandboxed, and its 'sandbox.mode' is"
+                f" {agent.sandbox.mode!r}, so its {which} are refused."
+                f" Set 'agents.list[{index}].sandbox.mode' to 'off', or let a model answer."
             )
 
 

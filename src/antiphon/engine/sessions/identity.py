@@ -6,7 +6,7 @@ session's row and the current configuration; a sub-agent's session is limited by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +15,7 @@ from antiphon.access import Caller
 from antiphon.engine.collaboration.permissions import SubagentPermissionResolver
 from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.toolbox import Tool, Toolbox, drop_unavailable_tools
-from antiphon.tool_selection import ToolAudience
+from antiphon.tool_selection import ToolAudience, decide_tool
 
 if TYPE_CHECKING:  # importing the configuration would slow down read-only commands
     from antiphon.config import Config
@@ -68,6 +68,45 @@ class SessionIdentityResolver:
         if permissions is not None:
             tools = {name: tool for name, tool in tools.items() if name in permissions.tools}
         return SessionIdentity(caller, tools)
+
+
+class ToolExplanation(NamedTuple):
+    """Whether a session is offered a tool, and what decides it: a key of the configuration, or None."""
+
+    name: str
+    is_offered: bool
+    path: str | None
+    reason: str
+
+
+SPAWN_REASON = (
+    "The permissions that the session got when it was spawned do not include it ('tools.subagents')."
+)
+
+
+def explain_tools(
+    config: Config,
+    tools: Mapping[str, Tool],
+    agent_id: str,
+    audience: ToolAudience,
+    offered: Container[str] | None = None,
+) -> list[ToolExplanation]:
+    """Explain each tool. `offered` are the names that the session has, if there is one."""
+    selection = config.get_agent(agent_id).tools.selection
+    explained: list[ToolExplanation] = []
+    for name, tool in tools.items():
+        decided = decide_tool(tool.facts, selection, audience)
+        absence = tool.explain_absence(agent_id)
+        if not decided.is_offered:
+            found = ToolExplanation(name, is_offered=False, path=decided.path, reason=decided.reason)
+        elif absence is not None:
+            found = ToolExplanation(name, is_offered=False, path=None, reason=absence)
+        elif offered is not None and name not in offered:
+            found = ToolExplanation(name, is_offered=False, path=None, reason=SPAWN_REASON)
+        else:
+            found = ToolExplanation(name, is_offered=True, path=decided.path, reason=decided.reason)
+        explained.append(found)
+    return explained
 
 
 def get_answering_model(config: Config, agent_id: str, chosen: str | None) -> str | None:

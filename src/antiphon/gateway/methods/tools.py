@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from antiphon.access import READ_SCOPE, WRITE_SCOPE
-from antiphon.engine.sessions.identity import get_answering_model
+from antiphon.engine.sessions.identity import explain_tools, get_answering_model
 from antiphon.engine.toolbox import Tool, drop_unavailable_tools
 from antiphon.errors import ToolMissing
 from antiphon.gateway import tool_invocations
@@ -29,7 +29,12 @@ async def get_tool_catalog(call: MethodCall, params: ToolCatalogParams) -> dict[
     audience = ToolAudience(model=get_answering_model(call.config, agent.id, None))
     permitted = call.gateway.app.toolbox.select_permitted(agent.id, agent.tools.selection, audience)
     tools = drop_unavailable_tools(agent.id, permitted)
-    return {"agentId": agent.id, "profiles": [], "groups": _group_tools(tools, _format_catalog_fields)}
+    return {
+        "agentId": agent.id,
+        "profiles": [],
+        "groups": _group_tools(tools, _format_catalog_fields),
+        "absent": _list_absent(call, agent.id, audience),
+    }
 
 
 class EffectiveToolsParams(Params, frozen=True):
@@ -41,13 +46,27 @@ class EffectiveToolsParams(Params, frozen=True):
 async def get_effective_tools(call: MethodCall, params: EffectiveToolsParams) -> dict[str, Any]:
     """List the tools of a run in this session; a spawned session has fewer than its agent."""
     session, actor = await call.operations.sessions.describe_actor(call.caller, params.session_key)
+    agent = call.config.get_agent(session.agent_id or call.config.default_agent_id)
+    model = get_answering_model(call.config, agent.id, session.model)
+    audience = ToolAudience(model=model, is_sandboxed=actor.caller.sandboxed)
     return {
         "agentId": session.agent_id,
-        "profile": call.config.get_agent(
-            session.agent_id or call.config.default_agent_id
-        ).tools.selection.profile,
+        "profile": agent.tools.selection.profile,
         "groups": _group_tools(actor.tools, _format_effective_fields),
+        "absent": _list_absent(call, agent.id, audience, actor.tools),
     }
+
+
+def _list_absent(
+    call: MethodCall, agent_id: str, audience: ToolAudience, offered: Container[str] | None = None
+) -> list[dict[str, Any]]:
+    """List the tools that are not offered, with the key of the configuration that decides, and why."""
+    explained = explain_tools(call.config, call.gateway.app.toolbox.tools, agent_id, audience, offered)
+    return [
+        {"id": tool.name, "key": tool.path, "reason": tool.reason}
+        for tool in explained
+        if not tool.is_offered
+    ]
 
 
 def _format_catalog_fields(tool: Tool) -> dict[str, Any]:
