@@ -23,7 +23,7 @@ from antiphon.workspace import sandbox_backend
 from antiphon.workspace.files import TextPage, WorkspaceFiles
 from antiphon.workspace.locations import SessionWorkspaceLocator
 from antiphon.workspace.sandbox import Sandboxes
-from support.agents_fixture import make_agents_config
+from support.agents_fixture import AgentsFixture, make_agents_config, open_agents_fixture
 from support.app_fixture import open_test_store
 from support.sandboxes import BOUND_SECONDS, CHILD, GROUP, MAIN, OTHER_GROUP, make_sandboxes, run, run_command
 
@@ -247,3 +247,34 @@ async def test_a_cancelled_examination_leaves_no_directory(
     assert await asyncio.to_thread(prepared.wait, BOUND_SECONDS)
     assert probe.cancelled()
     assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.requirement("B2", "L3")
+async def test_a_row_is_sandboxed_only_if_the_sandbox_was_examined_and_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boxed = {"sandbox": {"mode": "non-main"}}
+    group, main = GROUP.session_key or "", MAIN.session_key or ""
+
+    async def find_sandboxed(agents: AgentsFixture) -> list[str]:
+        listed = await agents.use("sessions_list", main)
+        return [row["key"] for row in listed["sessions"] if row.get("sandboxed")]
+
+    config = make_agents_config({"id": "main", "default": True, **boxed})
+    async with open_agents_fixture(config, tmp_path / "state") as agents:
+        await agents.open_sessions(main, group)
+        assert await find_sandboxed(agents) == []  # not examined
+        await agents.use("sessions_spawn", main, task="say .", sandbox="require")
+        await agents.wait_until_idle()
+        found = await find_sandboxed(agents)
+        assert group in found
+        assert main not in found
+        assert len(found) == 2
+        assert "sandboxed" in (await agents.use("session_status", group))["statusText"]
+
+    monkeypatch.setattr(sandbox_backend, "PROGRAM_DIRECTORIES", ())
+    monkeypatch.setenv("PATH", "")
+    async with open_agents_fixture(config, tmp_path / "state") as agents:
+        said = await agents.use("sessions_spawn", main, task="say .", sandbox="require")
+        assert said["reason"] == "sandbox"
+        assert await find_sandboxed(agents) == []

@@ -94,7 +94,7 @@ def build_session_row(
         view.thinking_level, view.verbose_level, view.system_sent, view.aborted_last_run, view.send_policy,
         view.last_channel, view.last_to, view.last_account_id, view.delivery_context, view.transcript_path,
         parent, view.child_count, view.chat_type, view.subject, view.input_tokens, view.output_tokens,
-        view.created_at, view.archived, view.model_override, run, view.used_tokens,
+        view.created_at, view.archived, view.model_override, run, view.used_tokens, view.sandboxed,
         kind, state == "running", [run] if run else [], WIRE_STATUS_BY_STATE[state], kind == "main",
         provider or None, parent or None, parent or None, last_message, title,
     )

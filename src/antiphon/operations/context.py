@@ -68,6 +68,7 @@ class OperationContext:
         self.transcript_files = transcript_files
         # The result is the same for most rows of a list.
         self._cached_answering_model = lru_cache(maxsize=1024)(self._resolve_answering_model)
+        self._cached_sandbox_mode = lru_cache(maxsize=1024)(self._find_sandbox_mode)
 
     def require_worker(self) -> Worker:
         if self.worker is None:
@@ -182,13 +183,29 @@ class OperationContext:
     def build_listed_views(self, caller: Caller, rows: Sequence[SessionListRow]) -> list[SessionView]:
         find_path = _find_no_path if self.transcript_files is None else self.transcript_files.get_path
         viewer, find_model, build = caller.agent_id, self._cached_answering_model, types.build_session_view
-        views = [build(row, viewer, find_path(row.session_id), find_model) for row in rows]
+        views = [
+            build(row, viewer, find_path(row.session_id), find_model, self._is_known_as_sandboxed(row))
+            for row in rows
+        ]
         if caller.is_operator:
             return views
         return [
             self._hide_unreachable_relatives(caller, row.key, view)
             for row, view in zip(rows, views, strict=True)
         ]
+
+    def _is_known_as_sandboxed(self, row: SessionListRow) -> bool | None:
+        """Return True if a session is sandboxed and the backend of its agent was examined and works, else None."""
+        mode = self._cached_sandbox_mode(row.agent_id)
+        if not row.sandboxed and (mode == "off" or (mode == "non-main" and row.kind == "main")):
+            return None
+        is_attested = (
+            mode is not None and self.sandboxes is not None and self.sandboxes.is_attested(row.agent_id)
+        )
+        return True if is_attested else None
+
+    def _find_sandbox_mode(self, agent_id: str) -> str | None:
+        return self.config.get_agent(agent_id).sandbox.mode if agent_id in self.config.agent_ids else None
 
     def _resolve_answering_model(self, agent_id: str, chosen: str | None, last: str | None) -> AnsweringModel:
         """Return the session's own model, else its agent's; if neither is configured, the one that answered last.

@@ -222,6 +222,7 @@ class SessionView(View, frozen=True, kw_only=False, gc=False):
     `model` is the one that answers, `model_override` the session's own choice; the active run is set only if a single
     session is described. `context_tokens` is how many tokens fit into that model's context, as in every answer of the
     gateway; `used_tokens` is how many of them the last call used, and `total_tokens` the sum over all calls.
+    `sandboxed` is true only if the sandbox of its agent has been examined and works.
     """
 
     key: str
@@ -258,6 +259,7 @@ class SessionView(View, frozen=True, kw_only=False, gc=False):
     model_override: str | None = None
     active_run_id: str | None = None
     used_tokens: int | None = None
+    sandboxed: bool | None = None
 
 
 class AnsweringModel(NamedTuple):
@@ -770,13 +772,14 @@ def build_session_view(
     viewer_agent_id: str | None,
     transcript_path: str | None,
     answerer: Callable[[str, str | None, str | None], AnsweringModel],
+    sandboxed: bool | None,
 ) -> SessionView:
     # fmt: off
     (
         _, key, kind, channel, agent_id, session_id, updated_at, state, display_name, label, model, last_model,
         context_tokens, total_tokens, thinking, verbose, system_sent, aborted, send_policy,
         last_channel, last_to, last_account, last_thread, parent_key, child_count,
-        chat_type, subject, input_tokens, output_tokens, created_at, archived,
+        chat_type, subject, input_tokens, output_tokens, created_at, archived, _,
     ) = row
     answering, window = answerer(agent_id, model, last_model)
     route = None
@@ -788,7 +791,7 @@ def build_session_view(
         state, display_name, label, answering, window, total_tokens, thinking, verbose,
         system_sent == 1, aborted == 1, send_policy, last_channel, last_to, last_account, route,
         transcript_path, parent_key, child_count, chat_type, subject, input_tokens,
-        output_tokens, created_at, archived == 1, model, None, context_tokens,
+        output_tokens, created_at, archived == 1, model, None, context_tokens, sandboxed,
     )
     # fmt: on
 

@@ -79,6 +79,7 @@ class SessionListRow(NamedTuple):
     output_tokens: int
     created_at: int
     archived: int
+    sandboxed: int
 
 
 _PAGE_DECODER = msgspec.json.Decoder(list[SessionListRow])

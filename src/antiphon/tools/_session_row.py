@@ -15,7 +15,7 @@ SHOWN_FIELDS = (
     "key", "kind", "channel", "displayName", "label", "updatedAt", "sessionId", "model", "contextTokens",
     "totalTokens", "thinkingLevel", "verboseLevel", "systemSent", "abortedLastRun", "sendPolicy", "lastChannel",
     "lastTo", "lastAccountId", "deliveryContext", "transcriptPath", "state", "lastActivityAt", "agentId",
-    "parentKey", "childCount",
+    "parentKey", "childCount", "sandboxed",
 )  # fmt: skip
 
 

@@ -76,7 +76,11 @@ def format_status_card(status: SessionStatusView) -> str:
 def _format_title(session: SessionView) -> str:
     agent = session.agent_id and f"agent {session.agent_id}"
     return _join_parts(
-        session.key, session.label or session.display_name, agent, session.archived and "archived"
+        session.key,
+        session.label or session.display_name,
+        agent,
+        session.archived and "archived",
+        session.sandboxed and "sandboxed",
     )
 
 

@@ -113,6 +113,11 @@ class Sandboxes:
             return None
         return " ".join(selected.status.describe_faults())
 
+    def is_attested(self, agent_id: str) -> bool:
+        """Whether a backend was examined from inside for this agent, and isolates its commands."""
+        selected = self._selected.get(_get_backend_key(self._config.get_agent(agent_id).sandbox))
+        return selected is not None and selected.backend is not None
+
     async def wrap(
         self, caller: Caller, command: Sequence[str], *, workdir: str | None, env: Mapping[str, str]
     ) -> SandboxedCommand:

@@ -7,7 +7,8 @@ SELECT coalesce(CAST(/*lite*/ json_group_array(json_array( /*pg: json_agg(json_b
          s.id, s.key, s.kind, s.channel, s.agent_id, s.session_id, s.updated_at, s.state, s.display_name, s.label,
          s.model, s.last_model, s.context_tokens, s.total_tokens, s.thinking, s.verbose, s.system_sent,
          s.aborted_last_run, s.send_policy, s.last_channel, s.last_to, s.last_account, s.last_thread,
-         s.parent_key, s.children, s.chat_type, s.subject, s.input_tokens, s.output_tokens, s.created_at, s.archived
+         s.parent_key, s.children, s.chat_type, s.subject, s.input_tokens, s.output_tokens, s.created_at, s.archived,
+         s.sandboxed
        )) AS TEXT), '[]') AS page
 FROM ({streams} ORDER BY updated_at DESC, key LIMIT :limit) AS p
 JOIN sessions s ON s.id = p.id;

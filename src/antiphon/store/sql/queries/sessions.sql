@@ -49,7 +49,8 @@ LIMIT 1;
 SELECT s.id, s.key, s.kind, s.channel, s.agent_id, s.session_id, s.updated_at, s.state, s.display_name, s.label,
        s.model, s.last_model, s.context_tokens, s.total_tokens, s.thinking, s.verbose, s.system_sent,
        s.aborted_last_run, s.send_policy, s.last_channel, s.last_to, s.last_account, s.last_thread,
-       s.parent_key, s.children, s.chat_type, s.subject, s.input_tokens, s.output_tokens, s.created_at, s.archived
+       s.parent_key, s.children, s.chat_type, s.subject, s.input_tokens, s.output_tokens, s.created_at, s.archived,
+       s.sandboxed
 FROM sessions s WHERE s.id = :id;
 
 -- name: insert_transcript
