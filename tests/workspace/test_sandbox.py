@@ -27,6 +27,8 @@ from support.agents_fixture import AgentsFixture, make_agents_config, open_agent
 from support.app_fixture import open_test_store
 from support.sandboxes import BOUND_SECONDS, CHILD, GROUP, MAIN, OTHER_GROUP, make_sandboxes, run, run_command
 
+SWAP_SECONDS = 5
+
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(
@@ -278,3 +280,37 @@ async def test_a_row_is_sandboxed_only_if_the_sandbox_was_examined_and_works(
         said = await agents.use("sessions_spawn", main, task="say .", sandbox="require")
         assert said["reason"] == "sandbox"
         assert await find_sandboxed(agents) == []
+
+
+@pytest.mark.requirement("AT11")
+async def test_a_command_that_swaps_links_leads_no_file_tool_and_no_command_outside(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "f").write_text("canary-secret")
+    config = make_agents_config()
+    sandboxes = Sandboxes(config, tmp_path / "state")
+    swap = f"mkdir d; echo mine > d/f; while :; do mv d e; ln -s {secret} d; rm d; mv e d; done"
+    async with open_test_store(tmp_path) as store:
+
+        async def create(tx: Tx) -> None:
+            await session_rows.create_session(tx, keys.parse(MAIN.session_key or ""), 1, NewSession())
+
+        await store.tx(create)
+        files = WorkspaceFiles(store, SystemClock(), SessionWorkspaceLocator(config, tmp_path / "state"))
+        adversary = asyncio.create_task(run(sandboxes, MAIN, f"timeout {SWAP_SECONDS} sh -c '{swap}'"))
+        seen: list[str] = []
+        while not adversary.done():
+            for work in (
+                files.read(MAIN, "d/f"),
+                files.write(MAIN, f"call-{len(seen)}", "d/f", "by a tool"),
+                files.write(MAIN, f"new-{len(seen)}", f"d/new-{len(seen)}", "by a tool"),
+                run(sandboxes, MAIN, "cat d/f; echo command > d/f"),
+            ):
+                try:
+                    seen.append(str(await work))
+                except AntiphonError as error:
+                    seen.append(str(error))
+        await adversary
+    assert any("mine" in text or "command" in text for text in seen)
+    assert not any("canary-secret" in text for text in seen)
+    assert [(path.name, path.read_text()) for path in secret.iterdir()] == [("f", "canary-secret")]
