@@ -96,8 +96,8 @@ async def furnish(app: AppFixture) -> None:
 async def test_a_row_has_exactly_the_agreed_names(tmp_path: Path) -> None:
     async with open_app_fixture(tmp_path, answer_briefly, config=make_config(MODELS)) as app:
         await furnish(app)
-        session_id = (await app.operations.sessions.describe(OPERATOR, CHILD)).session_id
-        file = tmp_path / "transcripts" / f"{session_id}.jsonl"
+        [session] = app.rows("SELECT session_id FROM sessions WHERE key = ?", CHILD)
+        file = tmp_path / "transcripts" / f"{session['session_id']}.jsonl"
         file.parent.mkdir()
         file.touch()
         result = await call_tool(app, "sessions_list")

@@ -290,8 +290,9 @@ class Sandboxes:
             self._attested.popitem(last=False)
 
     def _find_canary(self) -> Path:
-        """Return a file of the state directory, which no sandbox may open."""
-        self._state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Return a file of the state directory, which no sandbox may open. Before the first start there is none."""
+        if not self._state_dir.is_dir():
+            return self._state_dir
         return next((path for path in sorted(self._state_dir.iterdir()) if path.is_file()), self._state_dir)
 
 
