@@ -314,7 +314,7 @@ def _check_exec(config: Config) -> Iterator[Problem]:
 
 
 def _warn_exec(config: Config) -> Iterator[str]:
-    """Warnings for hosts that do not exist here, and for commands on this machine that nobody is asked about."""
+    """Warnings for hosts that do not exist here, and for commands on this machine that run unasked."""
     for agent_id in config.agent_ids:
         settings = config.get_agent(agent_id).exec
         if settings.host == "node":

@@ -50,7 +50,7 @@ QUIET_ENVIRONMENT = {
     "DEBIAN_FRONTEND": "noninteractive",
 }
 """Keeps programs from asking anybody."""
-SHELL = "/bin/sh"
+SHELL_PROGRAM = "/bin/sh"
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,12 +158,13 @@ class CommandLauncher:
         if self.decide(caller, launch) != "ask":
             return None
         backend = self.find_backend(caller)
-        workdir = launch.workdir or "the workspace"
-        where = "on this machine" if backend == "gateway" else "in the sandbox"
+        workdir = repr(launch.workdir) if launch.workdir else "the workspace"
+        where = "On this machine" if backend == "gateway" else "In the sandbox"
         words = parse_command(launch.command) if not launch.env else None
-        environment = "".join(f"\n{name}={value}" for name, value in sorted(launch.env.items()))
+        environment = "".join(f", with {name}={value!r}" for name, value in sorted(launch.env.items()))
         return ApprovalQuestion(
-            text=f"{launch.command}\n({where}, in {workdir}){environment}",
+            # The place comes first: what follows it is the command, whatever lines it has.
+            text=f"{where}, in {workdir}{environment}:\n{launch.command}",
             grant=None if words is None else shlex.join(words),
             binding=json.dumps([backend, caller.agent_id, launch.workdir, sorted(launch.env.items())]),
         )
@@ -179,7 +180,7 @@ class CommandLauncher:
         """
         settings = self.get_settings(caller)
         keep_seconds = settings.cleanup_ms / 1000
-        argv = [SHELL, "-c", launch.command]
+        argv = [SHELL_PROGRAM, "-c", launch.command]
         if self.find_backend(caller) == "gateway":
             cwd = await asyncio.to_thread(self._find_directory, caller, launch.workdir)
             env = self._build_host_environment(settings, cwd) | dict(launch.env)
@@ -237,7 +238,7 @@ class CommandLauncher:
             "HOME": home,
             "USER": name,
             "LOGNAME": name,
-            "SHELL": SHELL,
+            "SHELL": SHELL_PROGRAM,
         }
 
 

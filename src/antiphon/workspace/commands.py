@@ -128,7 +128,7 @@ class Commands:
     async def _adopt(self, row: Row) -> None:
         key = row["key"]
         if not row["background"] and row["run_state"] not in ("running", "queued"):
-            # Nothing will ask for its result: whoever called it is gone.
+            # The run that called it has ended, so no call will ask for its result.
             await self._store.tx(command_rows.continue_in_background, key)
         elif not row["background"]:
             self._dormant.add(key)

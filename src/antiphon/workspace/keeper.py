@@ -65,7 +65,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 Json = dict[str, Any]
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that cannot be served; the text goes to the client."""
 
 
@@ -256,9 +256,9 @@ class RunningCommand:
         if write_id in self._write_ids:
             return
         if self._input_fd is None or self._input_closed:
-            raise Refused("the input of this job is closed")
+            raise RequestRefused("the input of this job is closed")
         if len(self._input) + len(data) > MAX_INPUT_BYTES:
-            raise Refused("the command does not read its input; wait until it does")
+            raise RequestRefused("the command does not read its input; wait until it does")
         self._write_ids = [*self._write_ids[-MAX_KEPT_WRITES:], write_id]
         self._input += data
         self._input_closed = eof
@@ -536,7 +536,7 @@ class Keeper:
             request = json.loads(line)
             handler: Callable[[Json], Awaitable[Json]] = getattr(self, f"_handle_{request['op']}")
             return await handler(request)
-        except Refused as error:
+        except RequestRefused as error:
             return {"refused": str(error)}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             return {"refused": f"the request is not valid: {error}"}
@@ -552,7 +552,7 @@ class Keeper:
             if self._stopping.is_set():
                 raise ConnectionAbortedError  # the client asks the next keeper
             if len(self._running) >= MAX_JOBS:
-                raise Refused(f"{MAX_JOBS} jobs are running already")
+                raise RequestRefused(f"{MAX_JOBS} jobs are running already")
             job = self._prepare(key, folder, spec)
             try:
                 job.start()
@@ -576,7 +576,7 @@ class Keeper:
         except OSError as error:
             for path in (draft, folder):
                 shutil.rmtree(path, ignore_errors=True)
-            raise Refused(f"its directory could not be written: {error.strerror}") from None
+            raise RequestRefused(f"its directory could not be written: {error.strerror}") from None
 
     async def _handle_wait(self, request: Json) -> Json:
         """Wait until a job has ended, at most for `seconds`."""
@@ -614,7 +614,7 @@ class Keeper:
     async def _handle_write(self, request: Json) -> Json:
         job = self._running.get(self._locate(str(request["key"])).name)
         if job is None:
-            raise Refused("this job does not run")
+            raise RequestRefused("this job does not run")
         data = base64.b64decode(request.get("data", ""))
         job.write_input(str(request["id"]), data, eof=bool(request.get("eof")))
         return {}
@@ -647,13 +647,13 @@ class Keeper:
         """Forget a job that has ended. Its key must never be used again."""
         folder = self._locate(str(request["key"]))
         if folder.name in self._running:
-            raise Refused("this job is running")
+            raise RequestRefused("this job is running")
         shutil.rmtree(folder, ignore_errors=True)
         return {}
 
     async def _handle_exit(self, _: Json) -> Json:
         if self._running:
-            raise Refused(f"{len(self._running)} jobs are running")
+            raise RequestRefused(f"{len(self._running)} jobs are running")
         self._stopping.set()
         return {}
 

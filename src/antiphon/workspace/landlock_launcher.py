@@ -35,7 +35,7 @@ _REFUSED_STATUS = 126
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Refused(Exception):
+class LaunchRefused(Exception):
     pass
 
 
@@ -94,7 +94,7 @@ def install_filter(program: bytes) -> None:
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
     if _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, header, 0, 0) != 0:
-        raise Refused(f"the filter of system calls was refused: {os.strerror(ctypes.get_errno())}")
+        raise LaunchRefused(f"the filter of system calls was refused: {os.strerror(ctypes.get_errno())}")
 
 
 def examine_sockets() -> str:
@@ -111,7 +111,7 @@ def restrict(spec: dict[str, Any], parent: int) -> None:
     """Give up everything that the description does not allow. It is killed with its parent from then on."""
     version = get_version()
     if version == 0:
-        raise Refused("this kernel has no Landlock, or it is off")
+        raise LaunchRefused("this kernel has no Landlock, or it is off")
     ruleset, handled = create_ruleset(version)
     everything = handled & ~_MAKE_DEVICES
     for path in spec["readable"]:
@@ -140,10 +140,12 @@ def restrict(spec: dict[str, Any], parent: int) -> None:
         try:
             os.stat("/".join(map(str, spec["cwd"])))  # noqa: PTH116 - as above
         except OSError:
-            raise Refused(f"user {spec['user']} cannot enter the directories above the workspace") from None
+            raise LaunchRefused(
+                f"user {spec['user']} cannot enter the directories above the workspace"
+            ) from None
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
-        raise Refused("the process that started it has ended")
+        raise LaunchRefused("the process that started it has ended")
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _call(_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
@@ -156,7 +158,7 @@ def main() -> int:
         spec = json.load(file)
     try:
         restrict(spec, parent)
-    except (OSError, Refused) as error:
+    except (OSError, LaunchRefused) as error:
         print(f"landlock: {error}", flush=True)  # noqa: T201 - the output of the command
         return _REFUSED_STATUS
     if spec["examine"]:

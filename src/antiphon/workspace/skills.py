@@ -20,7 +20,7 @@ SKILLS_DIRECTORY_NAME, SKILL_FILE_NAME = "skills", "SKILL.md"
 MAX_SKILLS = 100
 MAX_SKILL_FILE_BYTES = 256 * 1024
 MAX_NAME_CHARACTERS, MAX_DESCRIPTION_CHARACTERS = 64, 300
-HEADING = (
+SKILLS_HEADING = (
     "# Skills\n\nBefore a task that one of these describes, read its file with the tool `read` and follow it."
 )
 _FRONT_MATTER_PATTERN = re.compile(r"\A---[ \t]*\n(.*?)\n---[ \t]*(?:\n|\Z)", re.DOTALL)
@@ -39,7 +39,7 @@ async def read_skills(workspace: Path, session_key: str) -> str:
         return ""
     skills = await asyncio.to_thread(_load_skills, workspace)
     lines = [f"- {skill.name} ({skill.path}): {skill.description}" for skill in skills]
-    return "\n\n".join([HEADING, "\n".join(lines)]) if lines else ""
+    return "\n\n".join([SKILLS_HEADING, "\n".join(lines)]) if lines else ""
 
 
 def _load_skills(workspace: Path) -> list[Skill]:

@@ -32,7 +32,7 @@ MAX_ANSWER_BYTES = 2_000_000
 _TAG_PATTERN = re.compile(r"<[^>]*>")
 
 
-class SearchResult(msgspec.Struct, frozen=True):
+class WebSearchResult(msgspec.Struct, frozen=True):
     title: str
     url: str
     snippet: str
@@ -46,9 +46,9 @@ class WebSearch:
         self._clock = clock
         self._user_agent = user_agent
         self._client: WebClient | None = None
-        self._answers: OrderedDict[tuple[str, int], tuple[int, Sequence[SearchResult]]] = OrderedDict()
+        self._answers: OrderedDict[tuple[str, int], tuple[int, Sequence[WebSearchResult]]] = OrderedDict()
 
-    async def search(self, query: str, count: int | None = None) -> Sequence[SearchResult]:
+    async def search(self, query: str, count: int | None = None) -> Sequence[WebSearchResult]:
         """Return up to `count` results.
 
         Raises:
@@ -68,7 +68,7 @@ class WebSearch:
         self._remember((wanted, number), found)
         return found
 
-    def _remember(self, asked: tuple[str, int], found: Sequence[SearchResult]) -> None:
+    def _remember(self, asked: tuple[str, int], found: Sequence[WebSearchResult]) -> None:
         kept_ms = self._settings.cache_ttl_minutes * 60_000
         if kept_ms:
             self._answers[asked] = (self._clock.now() + kept_ms, found)
@@ -76,7 +76,7 @@ class WebSearch:
             while len(self._answers) > MAX_CACHED_SEARCHES:
                 self._answers.popitem(last=False)
 
-    async def _request(self, query: str, count: int) -> list[SearchResult]:
+    async def _request(self, query: str, count: int) -> list[WebSearchResult]:
         if self._client is None:
             self._client = await asyncio.to_thread(self._open_client)
         service = choose_search_service(self._settings)
@@ -155,14 +155,14 @@ def _find_brave_rows(answer: dict[str, Any]) -> object:
     return answer.get("web", {}).get("results", [])  # without `web` if nothing was found
 
 
-def _read_result(row: object) -> SearchResult | None:
+def _read_result(row: object) -> WebSearchResult | None:
     if not isinstance(row, dict):
         return None
     fields = cast("dict[str, object]", row)
     url = fields.get("url")
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         return None
-    return SearchResult(
+    return WebSearchResult(
         _clean(fields.get("title"), MAX_TITLE_CHARACTERS),
         url[:MAX_URL_CHARACTERS],
         _clean(fields.get("description") or fields.get("content"), MAX_SNIPPET_CHARACTERS),
