@@ -80,7 +80,7 @@ async def test_history_is_raw_oldest_first_and_by_key_or_session_id(tmp_path: Pa
         assert (page.total, page.has_more, page.next_cursor) == (6, True, "5")
         by_id = await app.operations.transcripts.read(OPERATOR, page.session_id, HistoryFilter(limit=2))
         assert by_id == page
-        with pytest.raises(NotFound, match="sessions_list"):
+        with pytest.raises(NotFound, match="antiphon sessions list"):
             await app.operations.transcripts.read(
                 OPERATOR, "00000000-0000-0000-0000-000000000000", HistoryFilter()
             )

@@ -80,7 +80,10 @@ def test_an_envelope_is_stored_as_it_is(envelope: SubagentPermissions) -> None:
 # --- in the house ---
 
 
-OTHER_TOOLS = ["edit", "apply_patch", "group:web", "group:runtime"]
+OTHER_TOOLS = [
+    *("edit", "apply_patch", "group:web", "group:runtime"),
+    *("memory_search", "memory_get", "image", "cron", "message"),
+]
 """Built-in tools besides those that `tools` replaces."""
 
 

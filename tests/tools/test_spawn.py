@@ -504,6 +504,7 @@ async def test_a_child_has_every_tool_but_those_for_sessions_as_the_configuratio
 ) -> None:
     main = ScriptedAgent(".")
     others = ["edit", "apply_patch", "group:web", "group:runtime"]  # besides those that `tools` replaces
+    others += ["memory_search", "memory_get", "image", "cron", "message"]
     config = make_agents_config(
         tools={"deny": others, "subagents": {"tools": lists}},
         agents={"defaults": {"subagents": {"maxSpawnDepth": depth}}},

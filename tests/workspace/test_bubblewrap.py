@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -271,10 +272,11 @@ print("ready", flush=True)
 
 
 def test_no_process_outlives_its_command(run: Run) -> None:
-    done = run("setsid sh -c 'trap \"\" TERM; sleep 3641' > /dev/null 2>&1 & echo started")
+    mark = f"{os.getpid()}.{secrets.randbelow(10**9):09}"  # other tests run at the same time
+    done = run(f"setsid sh -c 'trap \"\" TERM; sleep {mark}' > /dev/null 2>&1 & echo started")
     assert done.stdout == "started\n"
     assert (
-        "3641" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        mark not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     )
 
 

@@ -196,13 +196,12 @@ class OperationContext:
 
     def _is_known_as_sandboxed(self, row: SessionListRow) -> bool | None:
         """Return True if a session is sandboxed and the backend of its agent was examined and works, else None."""
+        if self.sandboxes is None:  # without a gateway, and then the configuration is not even read
+            return None
         mode = self._cached_sandbox_mode(row.agent_id)
         if not row.sandboxed and (mode == "off" or (mode == "non-main" and row.kind == "main")):
             return None
-        is_attested = (
-            mode is not None and self.sandboxes is not None and self.sandboxes.is_attested(row.agent_id)
-        )
-        return True if is_attested else None
+        return True if mode is not None and self.sandboxes.is_attested(row.agent_id) else None
 
     def _find_sandbox_mode(self, agent_id: str) -> str | None:
         return self.config.get_agent(agent_id).sandbox.mode if agent_id in self.config.agent_ids else None
