@@ -80,7 +80,7 @@ class Deltas(Protocol):
 
 
 class DiscardedDeltas:
-    """Discards the output of a step that nobody watches; the answer is complete without it."""
+    """Discards the deltas of a model step whose answer is used only when it is complete."""
 
     def text(self, piece: str) -> None: ...
 
