@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -135,5 +136,5 @@ def image(viewer: ImageViewer) -> Tool:
         aliases={"image": "path", "file_path": "path", "filePath": "path", "question": "prompt"},
         has_side_effects=True,  # it sends the image to a provider
         reaches_sessions=False,
-        unavailable=viewer.explain_unavailable,
+        unavailable=lru_cache(viewer.explain_unavailable),  # asked before every run
     )
