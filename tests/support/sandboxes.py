@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.access import Caller
-from antiphon.workspace import keeper
+from antiphon.workspace.keeper.running_command import open_memory_file
 from antiphon.workspace.sandbox import Sandboxes
 from antiphon.workspace.sandbox_backend import SandboxedCommand
 from support.agents_fixture import make_agents_config
@@ -27,7 +27,7 @@ def make_sandboxes(state: Path, **settings: Any) -> Sandboxes:
 
 
 def run_command(command: SandboxedCommand) -> subprocess.CompletedProcess[str]:
-    files = {name: keeper.open_memory_file(data) for name, data in command.files.items()}
+    files = {name: open_memory_file(data) for name, data in command.files.items()}
     try:
         return subprocess.run(
             [str(files.get(argument, argument)) for argument in command.argv],

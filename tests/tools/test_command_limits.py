@@ -13,7 +13,7 @@ from antiphon.access import Caller
 from antiphon.config import parse
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import ConfigError
-from antiphon.workspace import keeper
+from antiphon.workspace.keeper import server
 from support.agents_fixture import AgentsFixture
 from support.app_fixture import MAIN
 from support.keepers import find_marked, wait_until_gone, wait_until_true
@@ -21,7 +21,7 @@ from tools.test_commands import configure, find_rows, find_wakes, opened
 
 pytestmark = pytest.mark.anyio
 
-EXPIRY_BOUND_SECONDS = 10 * keeper.SWEEP_SECONDS
+EXPIRY_BOUND_SECONDS = 10 * server.SWEEP_SECONDS
 RUN_TIMEOUTS_SECONDS = (2, 10, 40)  # the first in which the command begins on a busy machine
 
 
@@ -61,7 +61,7 @@ async def call_once_more(agents: AgentsFixture, command: str) -> ToolOutput:
 
 @pytest.mark.requirement("AT20")
 async def test_a_call_whose_output_has_expired_is_not_started_again(tmp_path: Path) -> None:
-    jobs = tmp_path / "keeper" / keeper.JOBS_NAME
+    jobs = tmp_path / "keeper" / server.JOBS_NAME
     command = f"echo once >> {tmp_path / 'effect'}; echo done"
 
     async def has_expired() -> bool:

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from antiphon.errors import InvalidInput, Unavailable
-from antiphon.workspace import bubblewrap, keeper, seccomp
+from antiphon.workspace import bubblewrap, seccomp
 from antiphon.workspace.bubblewrap import Bubblewrap
+from antiphon.workspace.keeper.running_command import open_memory_file
 from antiphon.workspace.locations import AGENT_WORKSPACE_MOUNT, TEMPORARY_MOUNT, WORKSPACE_MOUNT, Mount
 from antiphon.workspace.sandbox_backend import (
     ATTESTATION_SCRIPT,
@@ -79,7 +80,7 @@ def run(request: pytest.FixtureRequest, place: Path, monkeypatch: pytest.MonkeyP
         seconds: float = BOUND_SECONDS,
     ) -> subprocess.CompletedProcess[str]:
         command = backend.wrap(["/bin/sh", "-c", script], mounts or build_mounts(place), env=env or {})
-        files = {name: keeper.open_memory_file(data) for name, data in command.files.items()}
+        files = {name: open_memory_file(data) for name, data in command.files.items()}
         argv = [str(files.get(argument, argument)) for argument in command.argv]
         if IS_ROOT and not as_root:
             argv = ["/usr/bin/setpriv", f"--reuid={owner}", f"--regid={owner}", "--clear-groups", "--", *argv]

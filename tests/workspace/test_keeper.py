@@ -11,14 +11,23 @@ from pathlib import Path
 import psutil
 import pytest
 
+import antiphon
 from antiphon.errors import InvalidInput, Unavailable
 from antiphon.workspace import keeper
+from antiphon.workspace.keeper.job_directory import HEAD_BYTES
 from antiphon.workspace.keeper_client import CommandSpec, CommandStatus, KeeperClient
 from support.keepers import end_keeper, find_keeper, find_marked, wait_until_gone, wait_until_true
 
 pytestmark = pytest.mark.anyio
 
 ENVIRONMENT = {"PATH": "/usr/bin:/bin"}
+UPDATED_KEEPER = """
+import runpy, sys
+sys.path.append({root!r})
+from antiphon.workspace import keeper
+keeper.PROTOCOL_VERSION = 4711
+runpy.run_path({program!r}, run_name="__main__")
+"""
 
 
 def shell(
@@ -197,9 +206,9 @@ async def test_output_keeps_its_beginning_and_its_end(client: KeeperClient, tmp_
     kept = sum(file.stat().st_size for file in (tmp_path / "keeper" / "jobs").glob("*/output*"))
     assert kept < 11 * 1024 * 1024
     assert (await client.read("large", status.output_bytes - 200, 200)).data.endswith(b"x\nlast\n")
-    before = await client.read("large", keeper.HEAD_BYTES - 10, 100)
-    assert before == (keeper.HEAD_BYTES - 10, b"x" * 10), "a part ends where what is not kept begins"
-    after = await client.read("large", keeper.HEAD_BYTES, 100)
+    before = await client.read("large", HEAD_BYTES - 10, 100)
+    assert before == (HEAD_BYTES - 10, b"x" * 10), "a part ends where what is not kept begins"
+    after = await client.read("large", HEAD_BYTES, 100)
     assert after.offset > 20_000_000
     assert after.data == b"x" * 100
 
@@ -271,7 +280,7 @@ async def test_a_second_keeper_leaves_the_directory_to_the_first(
 ) -> None:
     await client.start("a", shell("true", tmp_path), wait_seconds=10)
     second = await asyncio.create_subprocess_exec(
-        sys.executable, "-I", "-S", keeper.__file__, str(tmp_path / "keeper")
+        sys.executable, "-I", "-S", keeper.PROGRAM, str(tmp_path / "keeper")
     )
     assert await asyncio.wait_for(second.wait(), 20) == 0
     assert (await client.wait("a", 0)).exit_code == 0
@@ -286,12 +295,11 @@ async def test_a_keeper_of_another_version_finishes_its_jobs_and_makes_way(
     script = f"while [ ! -e {go} ]; do sleep 0.05; done; echo all of it"
     assert (await client.start("running", shell(script, tmp_path), wait_seconds=0)).state == "running"
     await client.close()
-    program = await asyncio.to_thread(Path(keeper.__file__).read_text, "utf-8")
-    updated = tmp_path / "keeper.py"
-    ours = f"PROTOCOL_VERSION = {keeper.PROTOCOL_VERSION}\n"
-    assert ours in program
-    updated.write_text(program.replace(ours, "PROTOCOL_VERSION = 4711\n"), "utf-8")
-    monkeypatch.setattr(keeper, "__file__", str(updated))
+    updated = tmp_path / "updated.py"
+    updated.write_text(
+        UPDATED_KEEPER.format(root=str(Path(antiphon.__file__).parents[1]), program=keeper.PROGRAM)
+    )
+    monkeypatch.setattr(keeper, "PROGRAM", str(updated))
     monkeypatch.setattr(keeper, "PROTOCOL_VERSION", 4711)
     later = KeeperClient(tmp_path)
     with pytest.raises(Unavailable, match="is of another version of Antiphon, and 1 jobs are running"):

@@ -226,7 +226,7 @@ class KeeperClient:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (self.directory / "keeper.log").open("ab") as log, suppress(subprocess.TimeoutExpired):
             subprocess.run(
-                [sys.executable, "-I", "-S", keeper.__file__, str(self.directory)],
+                [sys.executable, "-I", "-S", keeper.PROGRAM, str(self.directory)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

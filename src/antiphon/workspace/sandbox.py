@@ -21,8 +21,8 @@ import msgspec
 
 from antiphon.access import Caller
 from antiphon.errors import Forbidden, NotFound, SandboxUnavailable
-from antiphon.workspace import keeper
 from antiphon.workspace.directory import WorkspaceDirectory
+from antiphon.workspace.keeper.running_command import open_memory_file
 from antiphon.workspace.locations import (
     TEMPORARY_DIRECTORY_NAME,
     TEMPORARY_MOUNT,
@@ -325,7 +325,7 @@ def _resolve_workdir(workspace: SessionWorkspace, workdir: str | None) -> str:
 
 def _run(command: SandboxedCommand) -> subprocess.CompletedProcess[str]:
     """Run a short command of our own. The thread that starts it waits for its end, as a sandbox requires."""
-    files = {name: keeper.open_memory_file(data) for name, data in command.files.items()}
+    files = {name: open_memory_file(data) for name, data in command.files.items()}
     try:
         return subprocess.run(
             [str(files.get(argument, argument)) for argument in command.argv],
