@@ -147,6 +147,10 @@ CONTRACT: dict[str, tuple[Part, str]] = {
     ),
     "W9": ("gateway", "Streaming costs what is said, and a change of a session its row once."),
     "T8": ("tools", "A typed Python function marked with antiphon.tool is a tool, loaded from tools.python."),
+    "B1": (
+        "tools",
+        "Commands in a sandbox reach no network, or only the listed hosts through a proxy that checks their addresses.",
+    ),
     "B2": (
         "tools",
         "A sandbox counts only if it was examined from inside; `sandbox: require` is refused without one. An agent that"

@@ -491,7 +491,6 @@ def test_each_key_without_effect_is_told_with_what_to_do_instead(place: str) -> 
         "allowModels": (["p/m"], []),
         "workspaceOnly": (True, False),
         "docker": ({"image": "x"}, {}),
-        "allowHosts": (["example.com"], []),
     }
     parent, _, key = place.rpartition(".")
     told, silent = values.get(key, ("x", None if key != "basePath" else ""))
@@ -1011,9 +1010,9 @@ def test_unknown_key_lists_the_valid_ones_when_nothing_is_near() -> None:
             "must be 'bwrap' or 'landlock', the backends of this release; 'docker' was given",
         ),
         (
-            {"agents": {"list": [{"id": "a", "sandbox": {"network": "proxy"}}]}},
+            {"agents": {"list": [{"id": "a", "sandbox": {"network": "bridge"}}]}},
             "agents.list[0].sandbox.network",
-            "must be 'none', because commands in a sandbox have no network in this release; 'proxy' was given",
+            "must be 'none' or 'proxy', with the hosts that commands may reach in 'allowHosts'; 'bridge' was given",
         ),
     ],
 )

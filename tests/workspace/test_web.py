@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.errors import AntiphonError, Forbidden, InvalidInput, Unavailable
-from antiphon.workspace.web import FetchedPage, FetchLimits, WebClient, extract_text, is_public_address
+from antiphon.host_rules import is_public_address
+from antiphon.workspace.web import FetchedPage, FetchLimits, WebClient, extract_text
 
 pytestmark = pytest.mark.anyio
 

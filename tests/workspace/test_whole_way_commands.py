@@ -15,6 +15,7 @@ import pytest
 
 from antiphon.client import Client, Site
 from antiphon.workspace.sandbox_backend import find_program
+from antiphon.workspace.sandbox_network import find_python
 from cli.gateways import token, up
 from cli.terminal import BOUND, Program
 from support.keepers import end_keeper, wait_until_true
@@ -86,12 +87,12 @@ class Installation:
 
 
 @asynccontextmanager
-async def running(program: Program, tools: Json) -> AsyncGenerator[Installation]:
+async def running(program: Program, tools: Json, sandbox: Json | None = None) -> AsyncGenerator[Installation]:
     provider = Provider(choose=lambda body: choose_answer(body, provider.url.rpartition(":")[2]))
     async with provider.running():
         program.configure(
             {
-                "agents": {"defaults": {"workspace": "~/work"}},
+                "agents": {"defaults": {"workspace": "~/work", "sandbox": sandbox or {}}},
                 "tools": {"profile": "coding", **tools},
                 "models": {
                     "providers": {"local": {"baseUrl": f"{provider.url}/v1", "models": [{"id": "m"}]}}
@@ -146,6 +147,42 @@ async def test_a_model_runs_commands_in_the_sandbox(program: Program) -> None:
         [note] = antiphon.find_notes()
         assert f"The background command '{found}' has ended. Exit code 3 after " in note
         assert "\n\nfinished\n<<<end " in note
+
+
+FETCH = """
+import sys, urllib.error, urllib.request
+for host in ("localhost:" + sys.argv[1], "example.org"):
+    try:
+        print(urllib.request.urlopen(f"http://{host}/").read().decode())
+    except urllib.error.HTTPError as error:
+        print(error.code, error.read().decode())
+"""
+
+
+@pytest.mark.skipif(
+    find_program("bwrap", []) is None or find_python() is None,
+    reason="bwrap or /usr/bin/python3 is not installed (apt-get install bubblewrap python3)",
+)
+@pytest.mark.requirement("B1")
+async def test_a_model_reaches_a_listed_host_and_no_other(program: Program) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\nfrom the network")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        SCRIPT_BY_MESSAGE["fetch"] = [("exec", {"command": f"python3 fetch.py {port}"})]
+        (program.home / "work").mkdir(parents=True)
+        (program.home / "work" / "fetch.py").write_text(FETCH)
+        sandbox = {"network": "proxy", "allowHosts": [f"localhost:{port}"]}
+        async with running(program, {}, sandbox) as antiphon:
+            reply = await antiphon.wait_for_reply(await antiphon.send("fetch"))
+            assert "\n\nfrom the network\n403 example.org:80 is not allowed" in reply
+            assert "'agents.defaults.sandbox.allowHosts'" in reply
+            explained = await asyncio.to_thread(program.run, "sandbox", "explain")
+            assert f"localhost:{port}" in explained.out
 
 
 @pytest.mark.requirement("T1", "T6", "T7", "AT13")

@@ -49,6 +49,7 @@ def _explain(settings: Settings, agent_id: str | None) -> None:
         click.echo(_output.bold(agent["agentId"]))
         _output.print_fact("sandboxed", f"{sessions[agent['mode']]} (sandbox.mode {agent['mode']!r})")
         _output.print_fact("commands", agent["backend"] or "refused")
+        _output.print_fact("network", ", ".join(agent["allowHosts"]) or "none")
         for fault in agent["faults"]:
             _output.print_fact(fault["backend"], f"{fault['reason']}; to fix it, {fault['cure']}")
         _output.print_fact("workspace", f"{agent['workspaceAccess']}, shared by {agent['scope']}")
@@ -69,6 +70,8 @@ async def _examine(settings: Settings, config: Config, agent_ids: list[str]) -> 
                 "scope": own.scope,
                 "workspaceAccess": own.workspace_access,
                 "backend": status.backend,
+                "network": own.network,
+                "allowHosts": own.allow_hosts,
                 "faults": [
                     {"backend": name, "reason": fault.reason, "cure": fault.cure}
                     for name, fault in status.faults

@@ -126,7 +126,6 @@ _DOCKER_ADVICE = (
     "this release has no backend for containers, so commands run in 'sandbox.backend'. Use 'sandbox.binds' to show"
     " them directories."
 )
-_ALLOWED_HOSTS_ADVICE = "commands in a sandbox have no network. Remove it."
 _CONTROL_UI_ADVICE = (
     "this release serves no web interface. To use one from elsewhere, add its origin to"
     " 'gateway.controlUi.allowedOrigins'."
@@ -149,9 +148,7 @@ UNUSED_KEYS: dict[str, str] = {
     "agents.defaults.subagents.model.fallbacks": _FALLBACKS_ADVICE,
     "agents.defaults.subagents.delegationMode": _DELEGATION_ADVICE,
     "agents.defaults.sandbox.docker": _DOCKER_ADVICE,
-    "agents.defaults.sandbox.allowHosts": _ALLOWED_HOSTS_ADVICE,
     "agents.list.[].sandbox.docker": _DOCKER_ADVICE,
-    "agents.list.[].sandbox.allowHosts": _ALLOWED_HOSTS_ADVICE,
     "agents.list.[].model.fallbacks": _FALLBACKS_ADVICE,
     "agents.list.[].imageModel.fallbacks": _FALLBACKS_ADVICE,
     "agents.list.[].subagents.model.fallbacks": _FALLBACKS_ADVICE,

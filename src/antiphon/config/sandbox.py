@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
 from antiphon.config.base import MAX_NUMBER, Section, Strings, Text, build_expected_error
+from antiphon.host_rules import parse_host_rule
 
 SandboxBackendName = Literal["bwrap", "landlock"]
 WorkspaceAccess = Literal["none", "ro", "rw"]
@@ -22,10 +23,25 @@ def _refuse_foreign_backend(value: object) -> object:
     return value
 
 
-def _refuse_network(value: object) -> object:
-    if isinstance(value, str) and value != "none":
-        raise build_expected_error("'none', because commands in a sandbox have no network in this release")
+def _refuse_foreign_network(value: object) -> object:
+    if isinstance(value, str) and value not in ("none", "proxy"):
+        raise build_expected_error(
+            "'none' or 'proxy', with the hosts that commands may reach in 'allowHosts'"
+        )
     return value
+
+
+def _check_host(value: str) -> str:
+    try:
+        parse_host_rule(value)
+    except ValueError as error:
+        raise build_expected_error(
+            f"a host such as 'example.org', '*.example.org', 'example.org:8443' or '10.0.0.5:8080'; {error}"
+        ) from None
+    return value
+
+
+HostPatterns = Annotated[tuple[Annotated[str, AfterValidator(_check_host)], ...], Strict(False)]
 
 
 class SandboxPrune(Section):
@@ -60,10 +76,13 @@ class SandboxConfig(Section):
     prune: SandboxPrune = Field(
         default_factory=SandboxPrune.model_construct, description="When their directories are removed."
     )
-    network: Annotated[Literal["none"], BeforeValidator(_refuse_network)] = Field(
-        default="none", description="Commands in a sandbox have no network."
+    network: Annotated[Literal["none", "proxy"], BeforeValidator(_refuse_foreign_network)] = Field(
+        default="none", description="Whether commands reach the hosts of 'allowHosts' through a proxy."
     )
-    allow_hosts: Strings = Field(default=(), description="Has no effect without a network.")
+    allow_hosts: HostPatterns = Field(
+        default=(),
+        description="Hosts that commands may reach: 'example.org' or '*.example.org', with a port or for 80 and 443.",
+    )
     docker: dict[str, Any] = Field(
         default_factory=dict, description="Has no effect: containers are not supported."
     )

@@ -10,6 +10,7 @@ from typing import Any, cast, get_args
 from antiphon.config.addresses import check_store_url, is_ip, is_loopback, parse_bus_addresses
 from antiphon.config.compat import find_unused_keys
 from antiphon.config.errors import Problem
+from antiphon.config.sandbox import merge_sandbox
 from antiphon.config.schema import Config
 from antiphon.config.sections import (
     NATIVE_PROVIDER_APIS,
@@ -44,6 +45,7 @@ def find_contradictions(config: Config) -> list[Problem]:
         *_check_addresses(config),
         *_check_send_rules(config),
         *_check_exec(config),
+        *_check_sandbox_networks(config),
     ]
 
 
@@ -310,6 +312,30 @@ def _check_exec(config: Config) -> Iterator[Problem]:
                 f"{path + '.host'!r} is 'gateway', so commands run on this machine without protection, but"
                 f" {path + '.security'!r} is not set.",
                 "Set it to 'allowlist' or 'full', or use the host 'sandbox'.",
+            )
+
+
+def _check_sandbox_networks(config: Config) -> Iterator[Problem]:
+    """Hosts that no command would reach, and networks that a backend cannot limit to them."""
+    defaults = config.agents.defaults.sandbox
+    levels = [("agents.defaults.sandbox", defaults, defaults)]
+    levels += [
+        (f"agents.list[{n}].sandbox", agent.sandbox, merge_sandbox(defaults, agent.sandbox))
+        for n, agent in enumerate(config.agents.list)
+    ]
+    for path, own, merged in levels:
+        if own.allow_hosts and merged.network != "proxy":
+            yield Problem(
+                f"{path}.allowHosts",
+                f"{path + '.allowHosts'!r} lists hosts, but 'network' is 'none', so no command could reach them.",
+                "Set 'network' there to 'proxy', or remove the hosts.",
+            )
+        weak = next((name for name in (merged.backend, merged.fallback) if name not in ("bwrap", None)), None)
+        if merged.network == "proxy" and weak and {"network", "backend", "fallback"} & own.model_fields_set:
+            yield Problem(
+                f"{path}.network",
+                f"'network' of {path!r} is 'proxy', which the backend {weak!r} cannot enforce.",
+                "Use the backend 'bwrap' without a 'fallback', or the network 'none'.",
             )
 
 

@@ -29,8 +29,9 @@ from antiphon.workspace.exec_policy import (
     decide,
     parse_command,
 )
-from antiphon.workspace.keeper_client import CommandSpec
+from antiphon.workspace.keeper_client import CommandSpec, ProxySpec
 from antiphon.workspace.locations import WORKSPACE_MOUNT, SessionWorkspaceLocator
+from antiphon.workspace.sandbox_network import PROXY_PLACEHOLDER
 
 if TYPE_CHECKING:
     from antiphon.config import Config, ExecSettings
@@ -202,6 +203,9 @@ class CommandLauncher:
             cwd="/",
             env=dict(wrapped.env),
             files=wrapped.files,
+            proxy=None
+            if wrapped.allowed_hosts is None
+            else ProxySpec(argument=PROXY_PLACEHOLDER, allowed_hosts=wrapped.allowed_hosts),
             timeout=launch.timeout_seconds,
             stdin=launch.stdin,
             pty=launch.pty,

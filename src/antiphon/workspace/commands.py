@@ -305,6 +305,12 @@ class Commands:
     async def _build_end(self, row: Row, status: CommandStatus) -> CommandEnd:
         state = status.state if status.state in ("ended", "failed") else "lost"
         shown, file = await self._collect_output(row, status.output_bytes)
+        if status.refused_hosts:
+            log.warning(
+                "A command was refused hosts that 'allowHosts' of its sandbox does not list: %s",
+                ", ".join(status.refused_hosts),
+                extra={"session_key": row["session_key"]},
+            )
         return CommandEnd(
             state=state,
             exit_code=status.exit_code,

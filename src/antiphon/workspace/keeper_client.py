@@ -29,6 +29,13 @@ _KEEPER_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}  # nothing of
 Connection: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
+class ProxySpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """The proxy of a command, which hands its listening socket out through the descriptor of `argument`."""
+
+    argument: str
+    allowed_hosts: Sequence[str]
+
+
 class CommandSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """A command to run, complete: nothing is inherited."""
 
@@ -42,6 +49,7 @@ class CommandSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     pty: bool = False
     files: Mapping[str, bytes] = {}
     """Contents that the command reads from descriptors; in `argv`, a name stands for the number of its descriptor."""
+    proxy: ProxySpec | None = None
     keep_seconds: float = 1800.0
     """How long the output is kept after the end."""
 
@@ -59,6 +67,8 @@ class CommandStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     stop_reason: str | None = None
     error: str | None = None
     output_bytes: int = 0
+    refused_hosts: Sequence[str] = ()
+    """Hosts that its proxy refused, with their ports."""
     started_at: float | None = None
     ended_at: float | None = None
 

@@ -47,6 +47,7 @@ from antiphon.workspace.sandbox_backend import (
     find_program,
     set_variables,
 )
+from antiphon.workspace.sandbox_network import build_proxy_environment, find_python, open_proxy_first
 
 if TYPE_CHECKING:
     from antiphon.config import AgentConfig, Config, SandboxConfig
@@ -136,17 +137,25 @@ class Sandboxes:
         cwd = _resolve_workdir(workspace, workdir)
         numbers = await asyncio.to_thread(self._prepare_directories, agent, workspace, cwd)
         try:
+            python = self._find_proxy_python(agent)
             await self._attest(selected.backend, workspace.mounts, numbers)
         except BackendFailed as error:
             raise SandboxUnavailable(
                 f"The sandbox {selected.backend.name!r} does not work: {error.fault.reason}.",
                 f"To fix it, {error.fault.cure}.",
             ) from None
-        command = set_variables(command, env)
+        if python is not None:
+            variables = {**build_proxy_environment(agent.sandbox.allow_hosts), **env}
+            command = open_proxy_first(set_variables(command, variables), python)
+        else:
+            command = set_variables(command, env)
         if selected.backend.name == "bwrap" and workspace.workspace.below:
             expected = numbers[WORKSPACE_MOUNT]
             command = ["/bin/sh", "-c", _CHECKED_START, "sh", WORKSPACE_MOUNT, expected, *command]
-        return selected.backend.wrap(command, workspace.mounts, cwd=cwd, env={})
+        wrapped = selected.backend.wrap(command, workspace.mounts, cwd=cwd, env={})
+        if python is None:
+            return wrapped
+        return msgspec.structs.replace(wrapped, allowed_hosts=agent.sandbox.allow_hosts)
 
     async def explain_failed_start(self, caller: Caller, output: str) -> str | None:
         """Return why a command that failed could not be started, or None if its sandbox works.
@@ -202,7 +211,23 @@ class Sandboxes:
                 raise
             await self._attest(backend, mounts, numbers)
 
+    def _find_proxy_python(self, agent: AgentConfig) -> str | None:
+        """Return the interpreter that opens the proxy's socket inside, or None if the agent has no network.
+
+        Raises:
+            BackendFailed: there is no such interpreter.
+        """
+        if agent.sandbox.network != "proxy":
+            return None
+        if python := find_python():
+            return python
+        raise BackendFailed(
+            "'network' is 'proxy', and there is no Python in /usr/bin or /usr/local/bin to connect it",
+            "install one, for example with `apt-get install python3`",
+        )
+
     def _create_backend(self, name: SandboxBackendName, agent: AgentConfig) -> SandboxBackend:
+        self._find_proxy_python(agent)
         if name == "landlock":
             from antiphon.workspace.landlock import Landlock  # noqa: PLC0415 - only where it is chosen
 
@@ -298,7 +323,7 @@ class Sandboxes:
 
 def _get_backend_key(settings: SandboxConfig) -> str:
     """Return what the choice of a backend depends on."""
-    return repr((settings.backend, settings.fallback, settings.user))
+    return repr((settings.backend, settings.fallback, settings.user, settings.network))
 
 
 def _list_backend_names(settings: SandboxConfig) -> list[SandboxBackendName]:

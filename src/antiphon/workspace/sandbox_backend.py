@@ -66,6 +66,8 @@ class SandboxedCommand(msgspec.Struct, frozen=True):
     argv: Sequence[str]
     env: Mapping[str, str]
     files: Mapping[str, bytes]
+    allowed_hosts: Sequence[str] | None = None
+    """Hosts that its proxy connects to; None if it has none."""
 
 
 class SandboxFault(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import ipaddress
 import re
 import socket
 import ssl
@@ -21,6 +20,7 @@ from urllib.parse import urljoin, urlsplit
 import msgspec
 
 from antiphon.errors import Forbidden, InvalidInput, TooLarge, Unavailable
+from antiphon.host_rules import is_public_address
 
 if TYPE_CHECKING:
     import httpx2
@@ -30,17 +30,9 @@ MAX_URL_CHARACTERS = 4096
 MAX_RESOLVER_THREADS = 4
 DEFAULT_PORTS = {"http": 80, "https": 443}
 _REDIRECT_STATUSES = frozenset({301, 302, 303, 307, 308})
-_NAT64_NETWORK = ipaddress.ip_network("64:ff9b::/96")
-_GLOBAL_UNICAST_NETWORK = ipaddress.ip_network("2000::/3")
-_REFUSED_NETWORKS = (
-    ipaddress.ip_network("168.63.129.16/32"),  # the metadata service of Azure
-    ipaddress.ip_network("192.88.99.0/24"),  # relays into other networks
-    ipaddress.ip_network("3fff::/20"),  # documentation
-)
 _UNUSUAL_CODECS = frozenset({"punycode", "raw_unicode_escape", "unicode_escape"})  # slow, or not for pages
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
-IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class FetchLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,20 +75,6 @@ async def resolve_host(host: str, port: int) -> Sequence[str]:
         _resolver_threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     )
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
-
-
-def is_public_address(address: str) -> bool:
-    """Whether an address belongs to the public internet, also if it is written inside another one."""
-    ip: IpAddress = ipaddress.ip_address(address.split("%", 1)[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        inner = ip.ipv4_mapped or ip.sixtofour
-        if ip in _NAT64_NETWORK:
-            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-        if inner is not None:
-            ip = inner
-        elif ip not in _GLOBAL_UNICAST_NETWORK:  # such as ways to write an IPv4 address
-            return False
-    return ip.is_global and not ip.is_multicast and not any(ip in network for network in _REFUSED_NETWORKS)
 
 
 class WebClient:

@@ -9,10 +9,14 @@ import os
 import pty
 import resource
 import signal
+import socket
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
+from antiphon.host_rules import HostRules
+from antiphon.workspace.keeper.host_proxy import HostProxy
 from antiphon.workspace.keeper.job_directory import Json, Output
 from antiphon.workspace.keeper.processes import (
     JOB_VARIABLE,
@@ -53,6 +57,7 @@ class RunningCommand:
         self._write_ids: list[str] = []
         self._output_closed = asyncio.Event()
         self._timers: list[asyncio.TimerHandle] = []
+        self._proxy: CommandProxy | None = None
         self._processes: dict[int, bytes] = {}  # last seen, with their start times
 
     @property
@@ -80,6 +85,8 @@ class RunningCommand:
         try:
             self._spawn(spec, stdin=given[0] if has_input else subprocess.DEVNULL, stdout=given[-1])
         except BaseException:
+            if self._proxy is not None:
+                self._proxy.close()
             given += [self._output_fd, *([] if self._input_fd is None else [self._input_fd])]
             raise
         finally:
@@ -96,6 +103,9 @@ class RunningCommand:
         files = {
             name: open_memory_file(base64.b64decode(text)) for name, text in spec.get("files", {}).items()
         }
+        if (proxy := spec.get("proxy")) is not None:
+            self._proxy = CommandProxy(HostRules(proxy["allowedHosts"]))
+            files[proxy["argument"]] = self._proxy.open_channel()
         try:  # from the main thread: a sandbox dies with the thread that started it
             set_mark(compute_mark(self.id))
             self._process = subprocess.Popen(
@@ -218,6 +228,8 @@ class RunningCommand:
             self._read_output()
         self._close_output()
         self._close_input()
+        if self._proxy is not None:
+            self._proxy.close()
         for timer in self._timers:
             timer.cancel()
         await self._end_remaining_processes()
@@ -229,9 +241,50 @@ class RunningCommand:
             "signal": -code if code < 0 else None,
             "stopReason": self.stop_reason,
             "outputBytes": self._output.total_bytes,
+            "refusedHosts": [] if self._proxy is None else list(self._proxy.refused),
             "startedAt": self.started_at,
             "endedAt": time.time(),
         }
+
+
+class CommandProxy:
+    """The proxy of a command. The command opens the listening socket, since it belongs to the network inside."""
+
+    def __init__(self, rules: HostRules) -> None:
+        self._proxy = HostProxy(rules)
+        self._channel: socket.socket | None = None
+        self._starting: asyncio.Task[None] | None = None
+
+    @property
+    def refused(self) -> Iterable[str]:
+        return self._proxy.refused
+
+    def open_channel(self) -> int:
+        """Return the descriptor over which the command hands out its socket. The caller closes it."""
+        self._channel, theirs = socket.socketpair()
+        self._channel.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._channel, self._receive_listener)
+        return theirs.detach()
+
+    def _receive_listener(self) -> None:
+        assert self._channel is not None
+        with contextlib.suppress(OSError):
+            _, descriptors, _, _ = socket.recv_fds(self._channel, 16, 1)
+            if descriptors:
+                listener = socket.socket(fileno=descriptors[0])
+                listener.setblocking(False)
+                self._starting = asyncio.ensure_future(self._proxy.start(listener))
+        self._close_channel()
+
+    def _close_channel(self) -> None:
+        if self._channel is not None:
+            asyncio.get_running_loop().remove_reader(self._channel)
+            self._channel.close()
+            self._channel = None
+
+    def close(self) -> None:
+        self._close_channel()
+        self._proxy.close()
 
 
 def open_memory_file(data: bytes) -> int:
