@@ -299,6 +299,10 @@ SECURITY: dict[str, tuple[Part, str]] = {
 }
 
 WORK: dict[str, tuple[Part, str]] = {
+    "LOOP": (
+        "tools",
+        "With tools.loopDetection, a call that a run repeats without any change is told, then refused, then ends it.",
+    ),
     "AT1": (
         "tools",
         "A started command has a result, is running, or is said to be interrupted; its text is what it printed.",

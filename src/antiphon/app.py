@@ -347,6 +347,7 @@ class _RunSetupLoader:
             max_result_chars=MAX_TOOL_RESULT_CHARACTERS,
             thinking=agent.thinking_default,
             approval_timeout_seconds=self._approval_timeout_seconds,
+            loop_detection=agent.loop_detection,
             model=spec.model if spec else None,
         )
 

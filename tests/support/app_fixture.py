@@ -18,6 +18,7 @@ from antiphon.access import Caller
 from antiphon.bus.local import LocalBus
 from antiphon.clock import Clock
 from antiphon.config import Config
+from antiphon.config.agents import LoopDetectionSettings
 from antiphon.engine.collaboration.framing import derive_nonce
 from antiphon.engine.engine import Engine
 from antiphon.engine.outbox.sender import Outbox
@@ -120,6 +121,7 @@ async def open_app_fixture(
     reserve_tokens: int = 100,
     keep_tokens: int = 50,
     approval_timeout_seconds: float = 1800.0,
+    loop_detection: LoopDetectionSettings | None = None,
     on_commit: Callable[[CommitPhase], None] | None = None,
 ) -> AsyncGenerator[AppFixture]:
     """Start an engine on this directory (or beside others on `store`); stop it when the block is left."""
@@ -144,6 +146,7 @@ async def open_app_fixture(
             keep_tokens=keep_tokens,
             max_result_chars=1000,
             approval_timeout_seconds=approval_timeout_seconds,
+            loop_detection=loop_detection,
         )
 
     engine = Engine(

@@ -185,6 +185,28 @@ async def test_a_model_reaches_a_listed_host_and_no_other(program: Program) -> N
             assert f"localhost:{port}" in explained.out
 
 
+@pytest.mark.requirement("LOOP")
+async def test_a_model_that_repeats_a_command_is_stopped(program: Program) -> None:
+    SCRIPT_BY_MESSAGE["repeat"] = [("exec", {"command": "echo again >> effect; echo same"})] * 10
+    thresholds = {"warningThreshold": 2, "criticalThreshold": 3, "globalCircuitBreakerThreshold": 4}
+    settings: Json = {
+        "loopDetection": {"enabled": True, **thresholds},
+        "exec": {"host": "gateway", "security": "full", "ask": "off"},
+    }
+    async with running(program, settings) as antiphon:
+        shown = await asyncio.to_thread(program.run, "agent", "--message", "repeat")
+        assert shown.code != 0
+        assert "This is call 4 of 'exec' with the same arguments and the same result." in shown.err
+        assert (program.home / "work" / "effect").read_text() == "again\n" * 2
+        results = [
+            message for message in antiphon.provider.bodies[-1]["messages"] if message["role"] == "tool"
+        ]
+        assert ["[This is call 2 of 'exec'" in str(result["content"]) for result in results] == [
+            *(False, True, False)
+        ]
+        assert "It was not made. Do something else" in str(results[-1]["content"])
+
+
 @pytest.mark.requirement("T1", "T6", "T7", "AT13")
 async def test_a_command_on_this_machine_waits_for_a_person_and_runs_once(program: Program) -> None:
     settings = {"host": "gateway", "security": "allowlist", "ask": "on-miss", "allowlist": ["echo"]}

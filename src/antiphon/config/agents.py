@@ -25,6 +25,7 @@ from antiphon.config.compat import ToolNames
 from antiphon.config.sandbox import EntrySandbox, SandboxConfig, merge_sandbox
 from antiphon.config.sections import (
     ExecConfig,
+    LoopDetectionConfig,
     ProviderToolLists,
     SandboxToolLists,
     ToolLists,
@@ -111,6 +112,7 @@ class EntryTools(Section):
 
     sessions: EntrySessionTools = Field(default_factory=EntrySessionTools.model_construct)
     exec: ExecConfig = Field(default_factory=ExecConfig.model_construct)
+    loop_detection: LoopDetectionConfig = Field(default_factory=LoopDetectionConfig.model_construct)
     profile: ToolProfile | None = Field(default=None, description="Instead of `tools.profile`.")
     allow: ToolNames | None = None
     also_allow: ToolNames = Field(default=(), description="Added to the profile and to the agent's `allow`.")
@@ -237,6 +239,15 @@ class ExecSettings(msgspec.Struct, frozen=True, kw_only=True):
     path_prepend: tuple[str, ...]
 
 
+class LoopDetectionSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """When a run that repeats a tool call is warned, refused the call, and ended."""
+
+    history_size: int = 30
+    warning_threshold: int = 10
+    critical_threshold: int = 20
+    global_circuit_breaker_threshold: int = 30
+
+
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One agent with the defaults filled in."""
 
@@ -257,6 +268,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     sandbox: SandboxConfig
     tools: ToolRules
     exec: ExecSettings
+    loop_detection: LoopDetectionSettings | None
     bootstrap_max_chars: int
     bootstrap_total_max_chars: int
 
@@ -281,6 +293,7 @@ def merge_agent(entry: AgentEntry, path: str, defaults: AgentDefaults, tools: To
         sandbox=merge_sandbox(defaults.sandbox, entry.sandbox),
         tools=_merge_tool_rules(entry.tools, f"{path}.tools", tools),
         exec=merge_exec_settings(entry.tools.exec, tools.exec),
+        loop_detection=merge_loop_detection(entry.tools.loop_detection, tools.loop_detection),
         bootstrap_max_chars=entry.bootstrap_max_chars or defaults.bootstrap_max_chars,
         bootstrap_total_max_chars=entry.bootstrap_total_max_chars or defaults.bootstrap_total_max_chars,
     )
@@ -303,6 +316,23 @@ def merge_exec_settings(own: ExecConfig, general: ExecConfig) -> ExecSettings:
         notify_on_exit=merged.notify_on_exit is not False,
         notify_on_exit_empty_success=merged.notify_on_exit_empty_success is not False,
         path_prepend=merged.path_prepend or (),
+    )
+
+
+def merge_loop_detection(
+    own: LoopDetectionConfig, general: LoopDetectionConfig
+) -> LoopDetectionSettings | None:
+    """Return the limits of an agent, or None if its calls are not counted; its own keys win."""
+    merged = _apply_overrides(general, own)
+    if not merged.enabled:
+        return None
+    defaults = LoopDetectionSettings()
+    return LoopDetectionSettings(
+        history_size=merged.history_size or defaults.history_size,
+        warning_threshold=merged.warning_threshold or defaults.warning_threshold,
+        critical_threshold=merged.critical_threshold or defaults.critical_threshold,
+        global_circuit_breaker_threshold=merged.global_circuit_breaker_threshold
+        or defaults.global_circuit_breaker_threshold,
     )
 
 

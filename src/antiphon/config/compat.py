@@ -22,7 +22,8 @@ ToolNames = Annotated[tuple[str, ...], Strict(False), AfterValidator(expand_tool
 
 
 _SANDBOX_KEYS = "browser perSession ssh"
-_TOOL_KEYS = "codeMode elevated loopDetection message swarm toolsBySender"
+_TOOL_KEYS = "codeMode elevated message swarm toolsBySender"
+_LOOP_KEYS = "detectors detectorCooldownMs postCompactionGuard repeatThreshold unknownToolThreshold"
 _EXEC_KEYS = "approvalRunningNoticeMs commandHighlighting mode node reviewer safeBinProfiles strictInlineEval"
 _ENDPOINT_KEYS = "files images maxBodyBytes maxImageParts maxTotalImageBytes maxUrlParts"
 _AGENT_KEYS = (
@@ -60,6 +61,8 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
         "agents.list.[].sandbox": _SANDBOX_KEYS,
         "agents.list.[].tools": f"{_TOOL_KEYS} fs",
         "tools": f"{_TOOL_KEYS} links media toolSearch",
+        "tools.loopDetection": _LOOP_KEYS,
+        "agents.list.[].tools.loopDetection": _LOOP_KEYS,
         "tools.web.search": "exa firecrawl gemini grok kimi openaiCodex perplexity tavily",
         "tools.exec": _EXEC_KEYS,
         "agents.list.[].tools.exec": _EXEC_KEYS,
@@ -90,8 +93,10 @@ FOREIGN_KEY_ADVICE: dict[str, str] = {
     "tools.elevated": "no sender leaves the sandbox. Use 'tools.exec.host' of an agent for commands on this machine.",
     "tools.codeMode": "models call each tool by itself. Remove it.",
     "tools.toolsBySender": "tools depend on the session, not on who writes. Give the senders an agent of their own.",
-    "tools.loopDetection": (
-        "repeated calls are not counted. Use 'agents.defaults.maxSteps' and 'agents.defaults.timeoutSeconds'."
+    "loopDetection.repeatThreshold": "Use 'tools.loopDetection.warningThreshold'.",
+    **dict.fromkeys(
+        (f"loopDetection.{key}" for key in _LOOP_KEYS.split() if key != "repeatThreshold"),
+        "every repeated call with the same result is counted. Use the thresholds of 'tools.loopDetection'.",
     ),
     "tools.message": "posting follows the send policy. Use 'session.sendPolicy' and 'tools.sessions'.",
     "tools.swarm": "sub-agents have limits of their own. Use 'agents.defaults.subagents'.",

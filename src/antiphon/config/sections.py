@@ -401,6 +401,31 @@ class ApprovalsConfig(Section):
     )
 
 
+MAX_LOOP_HISTORY = 1000
+
+LoopCount = Annotated[int, Field(ge=2, le=MAX_LOOP_HISTORY)]
+
+
+class LoopDetectionConfig(Section):
+    """What happens to a tool call that a run repeats with the same arguments and the same result."""
+
+    enabled: bool | None = Field(
+        default=None, description="Whether repeated calls are counted. Default: false."
+    )
+    history_size: LoopCount | None = Field(
+        default=None, description="Calls of the run that count. Default: 30."
+    )
+    warning_threshold: LoopCount | None = Field(
+        default=None, description="From this repetition on, the model is told. Default: 10."
+    )
+    critical_threshold: LoopCount | None = Field(
+        default=None, description="From this repetition on, the call is refused. Default: 20."
+    )
+    global_circuit_breaker_threshold: LoopCount | None = Field(
+        default=None, description="At this repetition, the run ends with the error `tool_loop`. Default: 30."
+    )
+
+
 class ToolsConfig(Section):
     """Which tools agents have, and which sessions they can reach."""
 
@@ -416,6 +441,7 @@ class ToolsConfig(Section):
     web: WebTools = Field(default_factory=WebTools.model_construct)
     exec: ExecConfig = Field(default_factory=ExecConfig.model_construct)
     approvals: ApprovalsConfig = Field(default_factory=ApprovalsConfig.model_construct)
+    loop_detection: LoopDetectionConfig = Field(default_factory=LoopDetectionConfig.model_construct)
     profile: ToolProfile | None = Field(
         default=None, description=f"Which built-in tools agents have. Default: {DEFAULT_TOOL_PROFILE}."
     )

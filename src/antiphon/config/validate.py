@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any, cast, get_args
 
 from antiphon.config.addresses import check_store_url, is_ip, is_loopback, parse_bus_addresses
+from antiphon.config.agents import merge_loop_detection
 from antiphon.config.compat import find_unused_keys
 from antiphon.config.errors import Problem
 from antiphon.config.sandbox import merge_sandbox
@@ -46,6 +47,7 @@ def find_contradictions(config: Config) -> list[Problem]:
         *_check_send_rules(config),
         *_check_exec(config),
         *_check_sandbox_networks(config),
+        *_check_loop_detection(config),
     ]
 
 
@@ -336,6 +338,34 @@ def _check_sandbox_networks(config: Config) -> Iterator[Problem]:
                 f"{path}.network",
                 f"'network' of {path!r} is 'proxy', which the backend {weak!r} cannot enforce.",
                 "Use the backend 'bwrap' without a 'fallback', or the network 'none'.",
+            )
+
+
+def _check_loop_detection(config: Config) -> Iterator[Problem]:
+    """Thresholds in the wrong order, of which one would never be reached."""
+    general = config.tools.loop_detection
+    levels = [("tools.loopDetection", general, general)]
+    levels += [
+        (f"agents.list[{n}].tools.loopDetection", agent.tools.loop_detection, general)
+        for n, agent in enumerate(config.agents.list)
+        if agent.tools.loop_detection.model_fields_set
+    ]
+    for path, own, base in levels:
+        limits = merge_loop_detection(own, base)
+        if limits is None:
+            continue
+        counts = (
+            limits.warning_threshold,
+            limits.critical_threshold,
+            limits.global_circuit_breaker_threshold,
+            limits.history_size + 1,
+        )
+        if list(counts) != sorted(set(counts)):
+            yield Problem(
+                path,
+                f"The thresholds of {path!r} are not in order: warning {counts[0]}, critical {counts[1]}, circuit"
+                f" breaker {counts[2]}, history {limits.history_size}.",
+                "Use warningThreshold < criticalThreshold < globalCircuitBreakerThreshold <= historySize.",
             )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -23,6 +23,7 @@ from antiphon.engine.runs.context import ModelContext
 from antiphon.engine.runs.deltas import DeltaStream
 from antiphon.engine.runs.effects import RunEnding, RunOutcome
 from antiphon.engine.runs.lifecycle import Claim, retry_while_store_full
+from antiphon.engine.runs.loop_detection import RepeatedCalls
 from antiphon.engine.runs.tool_invocation import (
     build_request,
     build_tool_result,
@@ -54,6 +55,9 @@ from antiphon.runtimes.tool_calls import (
 from antiphon.store import Store
 from antiphon.tracing import start_span
 
+if TYPE_CHECKING:
+    from antiphon.config.agents import LoopDetectionSettings
+
 MAX_CONSECUTIVE_COMPACTIONS = 3  # a conversation that is still too long then will not get shorter
 MAX_CONCURRENT_CALLS_PER_ANSWER = 16
 
@@ -82,6 +86,8 @@ class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
     thinking: str | None = None
     """Thinking level if neither the run nor its session sets one."""
     approval_timeout_seconds: float = DEFAULT_APPROVAL_TIMEOUT_SECONDS
+    loop_detection: LoopDetectionSettings | None = None
+    """When a repeated tool call is refused; None: never."""
     model: str | None = None
     """The configured id of the model; replaces a model name from the provider that is unsafe to show."""
 
@@ -112,6 +118,7 @@ class RunLoop:
         self._call_ids: set[str] = set()  # of the whole run; the context may no longer have its beginning
         self._excess_call_id: str | None = None
         self._compactions = 0
+        self._repeated_calls = RepeatedCalls(setup.loop_detection) if setup.loop_detection else None
         self._may_have_usage = claim.resumed
         self._client_tools = claim.options.tool_names if claim.options else frozenset[str]()
         self._name_by_alias = {
@@ -133,7 +140,7 @@ class RunLoop:
                 ),
                 resumed=True,
             )
-            if ending := self._find_yield_ending() or self._find_client_call_ending():
+            if ending := self._find_tool_ending():
                 return ending
         for _ in range(self._setup.max_steps):
             answer = await self._request_answer()
@@ -142,7 +149,7 @@ class RunLoop:
                 return _build_ending(answer, has_usage=self._may_have_usage or answer.usage is not None)
             await self._commit_messages([answer])
             await self._run_tool_calls(self._select_own_calls(answer.tool_calls), resumed=False)
-            if ending := self._find_yield_ending() or self._find_client_call_ending():
+            if ending := self._find_tool_ending():
                 return ending
         return RunEnding(
             state="incomplete",
@@ -150,6 +157,12 @@ class RunLoop:
             error=f"The run took {self._setup.max_steps} steps without an answer. "
             "Ask for less at once, or raise agents.defaults.maxSteps.",
         )
+
+    def _find_tool_ending(self) -> RunEnding | None:
+        """Return the ending if the last calls end the run."""
+        if self._repeated_calls is not None and self._repeated_calls.ending is not None:
+            return RunEnding(state="error", error_code="tool_loop", error=self._repeated_calls.ending)
+        return self._find_yield_ending() or self._find_client_call_ending()
 
     def _find_yield_ending(self) -> RunEnding | None:
         """Return the ending if a tool has ended the turn; the tool's message is the reply."""
@@ -218,6 +231,8 @@ class RunLoop:
             if runtime.reads_history or seq >= claim.first_seq:
                 self._context.add(seq, message)
         if claim.resumed:
+            if self._repeated_calls is not None:
+                self._repeated_calls.load(self._context.list_messages_since(claim.first_seq))
             self._call_ids = await self._store.read(
                 context.load_call_ids_since, claim.transcript, claim.first_seq
             )
@@ -372,12 +387,15 @@ class RunLoop:
         if resumed and (tool is None or (tool.after_crash == "report" and not tool.may_ask)):
             return context.build_interrupted_result(call, self._clock.now())
         self._on_tool(self._claim, call, None)
+        repeated = self._repeated_calls
         output: ToolOutput | None = _TOO_MANY_CALLS
         if call.id != self._excess_call_id:
-            output = await self._invoke_when_allowed(call, tool, resumed=resumed)
+            output = repeated.find_refusal(call) if repeated is not None and not resumed else None
+            output = output or await self._invoke_when_allowed(call, tool, resumed=resumed)
         if output is None:
             return context.build_interrupted_result(call, self._clock.now())
-        return build_tool_result(call, output, setup.max_result_chars, self._clock.now())
+        result = build_tool_result(call, output, setup.max_result_chars, self._clock.now())
+        return result if repeated is None else repeated.record(call, result)
 
     async def _invoke_when_allowed(
         self, call: ToolCall, tool: Tool | None, *, resumed: bool
