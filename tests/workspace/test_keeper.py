@@ -16,7 +16,13 @@ from antiphon.errors import InvalidInput, Unavailable
 from antiphon.workspace import keeper
 from antiphon.workspace.keeper.job_directory import HEAD_BYTES
 from antiphon.workspace.keeper_client import CommandSpec, CommandStatus, KeeperClient
-from support.keepers import end_keeper, find_keeper, find_marked, wait_until_gone, wait_until_true
+from support.keepers import (
+    end_keeper,
+    find_keeper,
+    find_marked,
+    wait_until_gone,
+    wait_until_true,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -325,3 +331,39 @@ async def test_a_hundred_jobs_at_once_all_end(client: KeeperClient, tmp_path: Pa
         *(client.start(f"job-{n}", shell(f"exit {n}", tmp_path), wait_seconds=60) for n in range(100))
     )
     assert [status.exit_code for status in statuses] == list(range(100))
+
+
+@pytest.mark.requirement("T5", "AT1")
+async def test_keepers_of_two_directories_leave_each_others_commands_alone(
+    client: KeeperClient, tmp_path: Path
+) -> None:
+    """The same key may be used in both: it is made of ids that callers and models choose."""
+    other_directory = tmp_path / "other"
+    other = KeeperClient(other_directory)
+    go = tmp_path / "go"
+    try:
+        waiting = shell(f"setsid sleep 3661 & while [ ! -e {go} ]; do sleep 0.02; done; exit 7", tmp_path)
+        for key in ("ends", "is lost"):
+            assert (await client.start(key, waiting, wait_seconds=0)).state == "running"
+
+        async def have_begun() -> bool:
+            return len(find_marked("sleep 3661")) >= 4  # with their shells
+
+        await wait_until_true(have_begun)
+        assert (
+            await other.start("ends", shell("sleep 3662 & exit 4", tmp_path), wait_seconds=20)
+        ).exit_code == 4
+        assert (
+            await other.start("is lost", shell("sleep 3663", tmp_path), wait_seconds=0)
+        ).state == "running"
+        killed = find_keeper(other_directory)
+        assert killed is not None
+        killed.kill()
+        killed.wait(10)
+        assert (await other.wait("is lost", 0)).state == "lost"
+        assert len(find_marked("sleep 3661")) >= 4
+        go.touch()
+        assert [(await client.wait(key, 20)).exit_code for key in ("ends", "is lost")] == [7, 7]
+    finally:
+        await other.close()
+        end_keeper(other_directory)

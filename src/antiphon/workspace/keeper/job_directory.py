@@ -112,6 +112,14 @@ def load_result(folder: Path) -> Json | None:
         return None
 
 
+def load_process_id(folder: Path) -> str:
+    """Return the id that the processes of a job have. Before they had one of their own, it was the directory's name."""
+    try:
+        return json.loads((folder / "spec.json").read_bytes()).get("processId", folder.name)
+    except (OSError, ValueError):
+        return folder.name
+
+
 def write_json(path: Path, value: Json, *, survives_power_failure: bool = True) -> None:
     """Write a file so that it is there completely or not at all."""
     draft = path.with_name(path.name + ".draft")

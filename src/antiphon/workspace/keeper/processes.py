@@ -11,9 +11,14 @@ from pathlib import Path
 JOB_VARIABLE = "ANTIPHON_JOB"  # in the environment of a command
 
 
-def compute_mark(job_id: str) -> int:
+def compute_mark(process_id: str) -> int:
     """Return a number by which the processes of a job are found that have cleared their environment."""
-    return 1 << 60 | int(job_id[:15], 16)
+    return 1 << 60 | int(process_id[:15], 16)
+
+
+def make_process_id() -> str:
+    """Return an id for the processes of a job. Its key is no such id: keepers of other directories may have it, too."""
+    return os.urandom(16).hex()
 
 
 def set_mark(mark: int) -> None:
@@ -41,14 +46,14 @@ def has_children() -> bool:
     return True
 
 
-def find_job_processes(job_id: str, root: int | None, known: dict[int, bytes]) -> dict[int, bytes]:
+def find_job_processes(process_id: str, root: int | None, known: dict[int, bytes]) -> dict[int, bytes]:
     """Return the processes of a job with their start times, in any process group.
 
     These are those that have its mark or whose environment names it, the descendants of `root`, and what is left of
     `known`.
     """
-    marker = f"{JOB_VARIABLE}={job_id}".encode()
-    mark = str(compute_mark(job_id)).encode()
+    marker = f"{JOB_VARIABLE}={process_id}".encode()
+    mark = str(compute_mark(process_id)).encode()
     started: dict[int, bytes] = {}
     children: dict[int, list[int]] = {}
     found: set[int] = set()

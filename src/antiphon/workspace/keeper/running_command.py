@@ -48,6 +48,7 @@ class RunningCommand:
         self.ended = asyncio.Event()
         self.stop_reason: str | None = None
         self._spec = spec
+        self._process_id: str = spec["processId"]
         self._process: subprocess.Popen[bytes] | None = None
         self._output = Output(folder)
         self._output_fd: int | None = None
@@ -107,11 +108,11 @@ class RunningCommand:
             self._proxy = CommandProxy(HostRules(proxy["allowedHosts"]))
             files[proxy["argument"]] = self._proxy.open_channel()
         try:  # from the main thread: a sandbox dies with the thread that started it
-            set_mark(compute_mark(self.id))
+            set_mark(compute_mark(self._process_id))
             self._process = subprocess.Popen(
                 [str(files.get(word, word)) for word in spec["argv"]],
                 cwd=spec["cwd"],
-                env={**spec["env"], JOB_VARIABLE: self.id},
+                env={**spec["env"], JOB_VARIABLE: self._process_id},
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stdout,
@@ -202,7 +203,7 @@ class RunningCommand:
         """Signal every process of the command. False if none is left."""
         is_running = self._process is not None and self._process.returncode is None
         root = self._process.pid if self._process and is_running else None
-        self._processes = find_job_processes(self.id, root, self._processes)
+        self._processes = find_job_processes(self._process_id, root, self._processes)
         if self._process is not None and is_running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)

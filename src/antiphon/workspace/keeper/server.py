@@ -18,13 +18,14 @@ from pathlib import Path
 from antiphon.workspace.keeper import MAX_REQUEST_BYTES, PROTOCOL_VERSION
 from antiphon.workspace.keeper.job_directory import (
     Json,
+    load_process_id,
     load_result,
     measure_output,
     read_output,
     sync_directory,
     write_json,
 )
-from antiphon.workspace.keeper.processes import find_job_processes
+from antiphon.workspace.keeper.processes import find_job_processes, make_process_id
 from antiphon.workspace.keeper.running_command import (
     TERMINATE_GRACE_SECONDS,
     RequestRefused,
@@ -85,7 +86,7 @@ class Keeper:
         """Note jobs of an earlier keeper that have no result as lost, and end what is left of them."""
         for folder in self._jobs_directory.iterdir():
             if (folder / "spec.json").exists() and load_result(folder) is None:
-                for pid in find_job_processes(folder.name, None, {}):
+                for pid in find_job_processes(load_process_id(folder), None, {}):
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signal.SIGKILL)
                 result = {"state": "lost", "outputBytes": measure_output(folder), "endedAt": time.time()}
@@ -186,7 +187,8 @@ class Keeper:
         shutil.rmtree(draft, ignore_errors=True)
         try:
             draft.mkdir(mode=0o700)
-            write_json(draft / "spec.json", {"key": key, "startedAt": time.time(), **spec})
+            spec = {**spec, "key": key, "startedAt": time.time(), "processId": make_process_id()}
+            write_json(draft / "spec.json", spec)
             draft.rename(folder)
             sync_directory(self._jobs_directory)
             return RunningCommand(key, folder, spec)
