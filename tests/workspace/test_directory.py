@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -284,3 +285,29 @@ def test_the_files_of_one_change_are_limited_together(workspace: WorkspaceDirect
     assert (workspace.root / "a").exists()
     workspace.replace_files(changes, 12)
     assert not (workspace.root / "a").exists()
+
+
+KILLED_WRITER = """
+import os, signal, sys
+from pathlib import Path
+from antiphon.workspace.directory import FileReplacement, WorkspaceDirectory
+os.rename = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+with WorkspaceDirectory(Path(sys.argv[1])) as workspace:
+    workspace.replace_files([FileReplacement("folder/a", None, b"never there")], 1000)
+"""
+
+
+@pytest.mark.requirement("AT20", "T4")
+def test_a_write_that_a_crash_interrupted_leaves_nothing_when_it_is_repeated(
+    workspace: WorkspaceDirectory,
+) -> None:
+    folder = workspace.root / "folder"
+    done = subprocess.run([sys.executable, "-c", KILLED_WRITER, str(workspace.root)], check=False, timeout=30)
+    assert done.returncode == -signal.SIGKILL
+    [left] = folder.iterdir()
+    assert left.name.startswith(directory.TEMPORARY_FILE_PREFIX)
+    write(workspace, "folder/a", b"whole")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"a": b"whole"}
+    left.mkdir()  # by a program of the agent
+    write(workspace, "folder/a", b"again", hashlib.sha256(b"whole").hexdigest())
+    assert (folder / "a").read_bytes() == b"again"

@@ -425,8 +425,7 @@ def _make_directory(parent: int, name: str) -> None:
 
 
 def _write_atomically(parent: int, target: str, data: bytes, mode: int) -> None:
-    temporary = TEMPORARY_FILE_PREFIX + uuid.uuid4().hex
-    fd = os.open(temporary, _CREATE_FLAGS, 0o600, dir_fd=parent)
+    temporary, fd = _create_temporary_file(parent, target)
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
@@ -441,6 +440,18 @@ def _write_atomically(parent: int, target: str, data: bytes, mode: int) -> None:
         with suppress(OSError):
             os.unlink(temporary, dir_fd=parent)
         raise
+
+
+def _create_temporary_file(parent: int, target: str) -> tuple[str, int]:
+    """Create the file that will become `target`. Its name is always the same, so none that a crash left stays there."""
+    name = TEMPORARY_FILE_PREFIX + hashlib.sha256(os.fsencode(target)).hexdigest()[:32]
+    with suppress(OSError):
+        os.unlink(name, dir_fd=parent)
+    try:
+        return name, os.open(name, _CREATE_FLAGS, 0o600, dir_fd=parent)
+    except FileExistsError:  # a program of the agent has made it
+        name = TEMPORARY_FILE_PREFIX + uuid.uuid4().hex
+        return name, os.open(name, _CREATE_FLAGS, 0o600, dir_fd=parent)
 
 
 def _require_version(replacement: FileReplacement, current_sha256: str | None) -> None:
