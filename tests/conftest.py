@@ -52,6 +52,11 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=240, help="seeded kills of the crash suite")
+    parser.addoption(
+        "--every-moment",
+        action="store_true",
+        help="kill at every moment of a turn with commands, not at some",
+    )
     parser.addoption("--storm", type=float, default=0, help="seconds of random faults for three replicas")
 
 

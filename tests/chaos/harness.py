@@ -34,8 +34,8 @@ Kill = int | str
 """The number of a call around a commit, or a moment with a name (see `worker`)."""
 Case = tuple[str, Sequence[Kill]]
 """A plan, and when its processes are killed."""
-Look = Callable[[Path], None]
-"""Given the state directory of a case that went well, before it is removed."""
+Look = Callable[[Path, Sequence[Kill]], list[str]]
+"""Given the state directory of a case that went well, before it is removed, and its kills; returns what is wrong."""
 
 
 def get_store_arguments(state_dir: Path) -> list[str]:
@@ -110,24 +110,23 @@ def find_problems(
     """Play a plan under these kills and then to its end: how many kills were real, and what is wrong."""
     home.mkdir()
     state_dir = home / "state"
-    died = 0
+    died = keepers = 0
     for kill in kills:
         code = servers.play(state_dir, name, kill)
-        died += code == KILLED
+        died += code == KILLED or len(said(state_dir, "killed")) > keepers
+        keepers = len(said(state_dir, "killed"))
         if code not in {KILLED, 0}:
             return died, [f"a process ended with {code}: {Path(f'{state_dir}.stderr').read_text()}"]
         if found := verify.always(state_dir, said(state_dir, "accepted")):
             return died, [f"after {kills}: {line}" for line in found]
     if code := servers.play(state_dir, name, None):
         return died, [f"the last process ended with {code}: {Path(f'{state_dir}.stderr').read_text()}"]
-    found = [f"{name} killed at {kills}: {line}" for line in verify.finally_(state_dir, plan(name))]
+    found = verify.finally_(state_dir, plan(name)) or (look(state_dir, kills) if look else [])
     if not found:
-        if look:
-            look(state_dir)
         remove_state(
             state_dir
         )  # Some hundred databases are a lot of temporary files; only what failed is kept.
-    return died, found
+    return died, [f"{name} killed at {kills}: {line}" for line in found]
 
 
 def run_with_kills(servers: Servers, home: Path, cases: Sequence[Case], look: Look | None = None) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.store.postgres.connection import PgServer
+from chaos.moments import find_keepers
 from support.app_fixture import BOUND, DATABASE
 from support.commit_watcher import CommitWatcher
 
@@ -22,6 +23,7 @@ SELECT EXISTS (SELECT 1 FROM runs WHERE state IN ('queued', 'running'))
     OR EXISTS (SELECT 1 FROM tasks WHERE phase <> 'settled'
                OR (archived_at IS NULL AND options LIKE '%"cleanup":"delete"%'))
     OR EXISTS (SELECT 1 FROM deliveries WHERE state IN ('pending', 'sending'))
+    OR EXISTS (SELECT 1 FROM exec_commands WHERE state IN ('starting', 'running'))
 """
 
 
@@ -43,13 +45,18 @@ class DatabaseLocation:
 
 
 class Killer(CommitWatcher):
-    """Counts the calls around commits. The one that was chosen, or a moment with a name, is this process's last."""
+    """Counts the calls around commits. The one that was chosen, or a moment with a name, is this process's last.
 
-    def __init__(self, at: str, place: DatabaseLocation | None = None) -> None:
+    `keeper@<moment>` kills the keeper of `state_dir` instead, and `both@<moment>` the two of them.
+    """
+
+    def __init__(self, at: str, place: DatabaseLocation | None = None, state_dir: Path | None = None) -> None:
         super().__init__()
         self._place = place
+        self._state_dir = state_dir
         self.count = 0
-        self._at = at
+        victim, _, self._at = at.rpartition("@")
+        self._kills_keeper, self._kills_process = victim in ("keeper", "both"), victim != "keeper"
 
     def __call__(self, phase: str) -> None:
         self.count += 1
@@ -57,7 +64,13 @@ class Killer(CommitWatcher):
         super().__call__(phase)
 
     def reach(self, moment: str) -> None:
-        if moment == self._at:
+        if moment != self._at:
+            return
+        if self._kills_keeper and self._state_dir:
+            for keeper in find_keepers(self._state_dir):
+                os.kill(keeper, signal.SIGKILL)
+                os.write(1, b"killed keeper\n")
+        if self._kills_process:
             os.kill(os.getpid(), signal.SIGKILL)
 
     async def wait_until_idle(self, state_dir: Path) -> None:

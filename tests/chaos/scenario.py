@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from support.planned_exchanges import (
     HELPER,
@@ -23,10 +24,12 @@ from support.planned_exchanges import (
     plan_send,
     plan_spawn,
 )
+from support.planned_work import WORK, write_script
 
 TELL = "tell"  # our own kind of tool: settled by its key after a crash
 NOTE = "note"  # a foreign one: reported as interrupted after a crash
 NOTES = "notes.txt"  # where `note` leaves its mark, in the state directory
+WORKING = "working"  # the kind of plans with commands and files
 YIELD = "call sessions_yield {}"
 
 
@@ -192,11 +195,19 @@ def talking(seed: int, sessions: int = 3, messages: int = 5) -> list[Planned]:
 
 
 def plan(name: str) -> list[Planned]:
-    """By the name that goes over a command line: `single:<shape>`, `several:<seed>` or `talking:<seed>`."""
+    """By the name on a command line: `single:<shape>`, `working:<shape>`, `several:<seed>` or `talking:<seed>`."""
     kind, _, rest = name.partition(":")
     if kind == "single":
         return single(rest)
+    if kind == WORKING:
+        return [_said(*write_script(rest), key="only").at("only", "agent:main:main")]
     return talking(int(rest)) if kind == "talking" else several(int(rest))
+
+
+def settings(name: str) -> dict[str, Any]:
+    """Return what a plan needs in the configuration, besides what all have."""
+    kind, _, rest = name.partition(":")
+    return WORK[rest] if kind == WORKING else {}
 
 
 def places(planned: list[Planned]) -> list[str]:

@@ -6,7 +6,7 @@ What is checked after every kill and at the end is in `laws` and `outcomes`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -15,6 +15,7 @@ import pytest
 from chaos.harness import (
     BATCHES,
     ELSEWHERE,
+    Kill,
     Servers,
     run_with_kill_at_every_commit,
     run_with_kills,
@@ -96,11 +97,12 @@ def test_a_channel_that_honours_keys_shows_each_message_once(
 ) -> None:
     attempts: Counter[int] = Counter()
 
-    def look(state_dir: Path) -> None:
+    def look(state_dir: Path, _: Sequence[Kill]) -> list[str]:
         (delivery,) = StoreSnapshot(state_dir).deliveries
         assert delivery["state"] == "delivered"
         assert (state_dir / f"{KEYED}.txt").read_text() == f"{delivery['key']}\n"
         attempts[len((state_dir / f"{KEYED}{ATTEMPTS}").read_text().splitlines())] += 1
+        return []
 
     died = run_with_kill_at_every_commit(servers, tmp_path, "single:keyed", look)
     attempts.clear()
@@ -116,10 +118,11 @@ def test_a_channel_without_keys_gets_a_message_at_most_once_and_the_doubt_is_on_
 ) -> None:
     ends: Counter[tuple[str, int]] = Counter()
 
-    def look(state_dir: Path) -> None:
+    def look(state_dir: Path, _: Sequence[Kill]) -> list[str]:
         snapshot = StoreSnapshot(state_dir)
         (delivery,) = snapshot.deliveries
         ends[delivery["state"], snapshot.posts[UNKEYED][delivery["key"]]] += 1
+        return []
 
     died = run_with_kill_at_every_commit(servers, tmp_path, "single:unkeyed", look)
     assert ends.keys() <= {("delivered", 1), ("ambiguous", 0), ("ambiguous", 1)}

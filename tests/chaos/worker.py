@@ -3,7 +3,9 @@
     PYTHONPATH=tests python tests/chaos/worker.py <state-dir> <plan> [--kill K] [--store URL PASSWORD-FILE]
 
 `on_commit` is called before and after every COMMIT; at the K-th call the process sends itself SIGKILL. K can also be
-`posting` or `posted`: while a channel has something to post, before and after it does. Every
+`posting` or `posted`: while a channel has something to post, before and after it does. In plans of the kind `working`,
+it can be an await (see `moments`) or `ran-front` or `ran-back`, when that command has begun; `keeper@K` kills the
+process that runs commands instead, `both@K` both, and `keeper-step:N` lets that process kill itself. Every
 start submits the whole plan again under the same idempotency keys, which must be harmless. It prints
 `accepted <key>` when a submission has returned, and `done` when nothing in the store is under way any more.
 
@@ -40,10 +42,14 @@ from antiphon.operations.operations import Operations
 from antiphon.operations.types import IncomingMessage
 from antiphon.runtimes import ToolSpec
 from chaos.killer import DatabaseLocation, Killer
-from chaos.scenario import NOTE, NOTES, TELL, Planned, places, plan
+from chaos.moments import AwaitWatcher, arm_keeper
+from chaos.scenario import NOTE, NOTES, TELL, WORKING, Planned, places, plan, settings
+from support.agents_fixture import merge_settings
 from support.planned_exchanges import ATTEMPTS, KEYED, POSTED, POSTING, UNKEYED
+from support.planned_work import BACK, FRONT
 
 PATIENCE = 30  # seconds that one process may take in all; then the alarm kills it and the test fails
+KEEPER_STEP = "keeper-step:"
 OPERATOR = Caller.operator()
 SETTINGS = {
     "agents": {
@@ -107,6 +113,16 @@ def tools(state_dir: Path, operations: Operations) -> list[Tool]:
     ]
 
 
+async def watch_commands(state_dir: Path, killer: Killer) -> None:
+    """Reach a moment when a command has begun, which only its file tells."""
+    waiting = [FRONT, BACK]
+    while waiting:
+        for name in [name for name in waiting if (state_dir / "workspaces" / "main" / name).exists()]:
+            waiting.remove(name)
+            killer.reach(name)
+        await asyncio.sleep(0.005)  # another process writes the file
+
+
 async def submit(operations: Operations, planned: list[Planned]) -> None:
     for place in places(planned):
         await operations.sessions.open(OPERATOR, place)
@@ -118,8 +134,14 @@ async def submit(operations: Operations, planned: list[Planned]) -> None:
 
 async def play(state_dir: Path, name: str, kill: str, place: DatabaseLocation | None) -> None:
     planned = plan(name)
-    killer = Killer(kill, place)
-    config = Config.model_validate(SETTINGS | (place.settings() if place else {}))
+    killer = Killer(kill, place, state_dir)
+    chosen = merge_settings(SETTINGS, settings(name))
+    config = Config.model_validate(chosen | (place.settings() if place else {}))
+    watcher = AwaitWatcher(killer.reach)
+    if name.startswith(WORKING):
+        asyncio.get_running_loop().set_task_factory(watcher)
+    if kill.startswith(KEEPER_STEP):
+        arm_keeper(state_dir, int(kill.removeprefix(KEEPER_STEP)))
     channels = {
         channel: FileChannel(state_dir / f"{channel}.txt", channel == KEYED, killer)
         for channel in (KEYED, UNKEYED)
@@ -132,8 +154,11 @@ async def play(state_dir: Path, name: str, kill: str, place: DatabaseLocation | 
     async with open_app_operations(
         config, state_dir, tools=offered, channels=channels, timings=timings, on_commit=killer
     ) as operations:
+        watching = asyncio.create_task(watch_commands(state_dir, killer))
         await submit(operations, planned)
         await killer.wait_until_idle(state_dir)
+        watching.cancel()
+    say(f"moments {json.dumps(watcher.moments)}")
     say(f"commits {killer.count}")
     say("done")
 

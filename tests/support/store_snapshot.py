@@ -19,6 +19,7 @@ Row = dict[str, Any]
 SORT_COLUMNS = {
     "runs": "n", "sessions": "id", "usage": "id", "owners": "id", "messages": "transcript, seq", "exchanges": "n",
     "tasks": "n", "deliveries": "n", "chains": "id",
+    "exec_commands": "created_at, id",
 }  # fmt: skip
 
 
@@ -48,6 +49,7 @@ class StoreSnapshot:
         self.tasks = tables["tasks"]
         self.deliveries = tables["deliveries"]
         self.chains = tables["chains"]
+        self.commands = tables["exec_commands"]
         for message in self.messages:
             message["json"] = json.loads(message["body"])
         self._by_run: dict[int, list[Row]] = {}
