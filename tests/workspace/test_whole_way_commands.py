@@ -6,13 +6,15 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from antiphon.bus import RunChanged, ToolPhase
+from antiphon.cli.chat.renderer import ChatRenderer
 from antiphon.client import Client, Site
 from antiphon.workspace.sandbox_backend import find_program
 from antiphon.workspace.sandbox_network import find_python
@@ -183,6 +185,36 @@ async def test_a_model_reaches_a_listed_host_and_no_other(program: Program) -> N
             assert "'agents.defaults.sandbox.allowHosts'" in reply
             explained = await asyncio.to_thread(program.run, "sandbox", "explain")
             assert f"localhost:{port}" in explained.out
+
+
+@pytest.mark.requirement("T5", "W3")
+async def test_people_see_the_output_of_a_command_while_it_runs(
+    program: Program, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = "echo first; printf 'half\\033[31mway'; while [ ! -e go ]; do sleep 0.05; done; echo; echo done"
+    SCRIPT_BY_MESSAGE["slowly"] = [("exec", {"command": script, "yieldMs": 60_000})]
+    settings: Json = {"exec": {"host": "gateway", "security": "full", "ask": "off"}}
+    async with running(program, settings) as antiphon, asyncio.timeout(BOUND):
+        renderer = ChatRenderer("conversation")
+        updates: list[ToolPhase] = []
+        async with aclosing(antiphon.client.follow("main")) as events:
+            run_id = await antiphon.send("slowly")
+            async for event in events:
+                renderer.show_event(event)
+                if isinstance(event, ToolPhase) and event.phase == "update":
+                    updates.append(event)
+                    (program.home / "work" / "go").touch()
+                if isinstance(event, RunChanged) and event.state == "ok":
+                    break
+        assert updates[0].name == "exec"
+        assert updates[0].output == "first\nhalf\x1b[31mway"
+        assert updates[0].output_bytes == len("first\nhalf\x1b[31mway")
+        assert re.search(r"· exec: half.*way\n", capsys.readouterr().out)
+        assert (await antiphon.wait_for_reply(run_id)).endswith("\ndone\n")
+        results = [
+            message for message in antiphon.provider.bodies[-1]["messages"] if message["role"] == "tool"
+        ]
+        assert [str(result["content"]).count("first") for result in results] == [1]
 
 
 @pytest.mark.requirement("LOOP")

@@ -92,7 +92,10 @@ class Delta(_Event, tag="delta", frozen=True):
 
 
 class ToolPhase(_Event, tag="tool", frozen=True):
-    """A tool was called or has returned; its arguments and result are in the transcript."""
+    """A tool was called (`start`), has returned (`result`), or shows its output so far (`update`).
+
+    Arguments and result are in the transcript.
+    """
 
     session_key: str
     run_id: str
@@ -100,6 +103,9 @@ class ToolPhase(_Event, tag="tool", frozen=True):
     name: str
     phase: str
     is_error: bool = False
+    output: str = ""
+    """The end of the output so far."""
+    output_bytes: int = 0
 
 
 class Delivered(_Event, tag="delivered", frozen=True):

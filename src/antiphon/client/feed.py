@@ -186,6 +186,17 @@ def _parse_agent_event(payload: Json) -> Event | None:
     match payload["stream"], data.get("phase"):
         case "lifecycle", "start":
             return RunChanged(session_key=key, run_id=run_id, state="running")
+        case "tool", "update":
+            partial = data["partialResult"]
+            return ToolPhase(
+                session_key=key,
+                run_id=run_id,
+                call_id=data["toolCallId"],
+                name=data["name"],
+                phase="update",
+                output=partial["content"][0]["text"],
+                output_bytes=partial["details"]["outputBytes"],
+            )
         case "tool", phase:
             return ToolPhase(
                 session_key=key,

@@ -70,6 +70,9 @@ class EventPublisher:
             )
             self._bus.publish(topic, event)
 
+    def open_tool_output(self, run: RunIdentity, call: ToolCall) -> ToolOutputPublisher:
+        return ToolOutputPublisher(self._bus, run, call)
+
     def publish_ended_run(self, ended: EndedRun) -> None:
         """Publish the last entries of a run and its end. Of a note, there is only the entry."""
         run = ended.run
@@ -87,6 +90,31 @@ class EventPublisher:
     def publish_gap(self) -> None:
         """Make all feeds read again, because a replica may have committed entries without publishing them."""
         self._bus.publish(session_topic(0), Gap())
+
+
+class ToolOutputPublisher:
+    """Publishes what a running tool call has printed so far."""
+
+    def __init__(self, bus: EventBus, run: RunIdentity, call: ToolCall) -> None:
+        self._bus = bus
+        self._run = run
+        self._call = call
+        self._topic = session_topic(run.session)
+
+    def is_listening(self) -> bool:
+        return self._bus.has_listeners(self._topic)
+
+    def show(self, text: str, total_bytes: int) -> None:
+        event = ToolPhase(
+            session_key=self._run.session_key,
+            run_id=self._run.run_id,
+            call_id=self._call.id,
+            name=self._call.name,
+            phase="update",
+            output=text,
+            output_bytes=total_bytes,
+        )
+        self._bus.publish(self._topic, event)
 
 
 def _build_end_event(ended: EndedRun) -> RunChanged:

@@ -8,7 +8,7 @@ is reported to the model as interrupted and never repeated.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Set
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -20,6 +20,18 @@ from antiphon.tool_selection import ToolAudience, ToolFacts, ToolSelection, deci
 MAX_CACHED_SELECTIONS = 1024
 
 
+class OutputListener(Protocol):
+    """Shows people what a call has printed so far. It may be missed; the result has all of it."""
+
+    def is_listening(self) -> bool:
+        """Whether anybody would see it now."""
+        ...
+
+    def show(self, text: str, total_bytes: int) -> None:
+        """Show the end of the output, and how much was printed in all."""
+        ...
+
+
 class ToolRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One tool invocation. `key` identifies it permanently: the same key means the same effect."""
 
@@ -29,6 +41,7 @@ class ToolRequest(msgspec.Struct, frozen=True, kw_only=True):
     arguments: Mapping[str, Any]
     tool_names: Set[str] = frozenset()
     """The tools that the session may use."""
+    output_listener: OutputListener | None = None
 
     @property
     def key(self) -> str:

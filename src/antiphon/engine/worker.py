@@ -319,6 +319,7 @@ class Worker:
             self._approval_gate,
             self._on_entries_committed,
             self._events.publish_tool_phase,
+            self._events.open_tool_output,
         )
 
     def _on_entries_committed(self, claim: Claim, entries: Sequence[Entry]) -> None:

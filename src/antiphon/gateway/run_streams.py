@@ -170,18 +170,23 @@ class RunStreams:
     def handle_tool_phase(self, event: ToolPhase) -> None:
         run = self._get_or_add_run(event.run_id, event.session_key)
         self._send_increments(run)
-        data = {
+        data: dict[str, Any] = {
             "phase": event.phase,
             "name": event.name,
             "toolCallId": event.call_id,
             "isError": event.is_error,
         }
+        if event.phase == "update":
+            data["partialResult"] = {
+                "content": [{"type": "text", "text": event.output}],
+                "details": {"outputBytes": event.output_bytes},
+            }
         listeners = [
             connection
             for connection in self._connections.iter_readers()
             if connection.has_capability(TOOL_EVENTS_CAPABILITY)
         ]
-        self._send_agent_event(run, "tool", data, to=listeners)
+        self._send_agent_event(run, "tool", data, to=listeners, droppable=event.phase == "update")
 
     # --- growing text ---
 

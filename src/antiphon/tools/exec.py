@@ -93,11 +93,12 @@ def create_exec_tool(commands: Commands, launcher: CommandLauncher, clock: Clock
         )
         milliseconds = settings.background_ms if arguments.yield_ms is None else arguments.yield_ms
         wait_seconds = 0.0 if arguments.background else clamp_value(milliseconds, 0, MAX_YIELD_MS) / 1000
-        row = await commands.execute(
-            new,
-            lambda: launcher.build_spec(caller, launch),
-            wait_seconds if PROCESS_TOOL_NAME in call.tool_names else None,
-        )
+        async with commands.showing_output(call.key, call.output_listener):
+            row = await commands.execute(
+                new,
+                lambda: launcher.build_spec(caller, launch),
+                wait_seconds if PROCESS_TOOL_NAME in call.tool_names else None,
+            )
         if row["state"] in LIVE_STATES:
             return await _render_running(row, commands, clock, is_reported=settings.notify_on_exit)
         if row["exit_code"] and (fault := await launcher.explain_failed_start(caller, row["output"] or "")):

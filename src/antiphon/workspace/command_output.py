@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import NamedTuple
 
+from antiphon.engine.toolbox import OutputListener
+from antiphon.errors import AntiphonError
 from antiphon.workspace.keeper_client import OutputPart
 
 MAX_SHOWN_CHARACTERS = 29_000  # with what is said about the command, a result has at most 30,000
 MAX_BYTES_PER_CHARACTER = 4
 READ_BYTES = 256 * 1024
+MAX_PROGRESS_CHARACTERS = 2000
+FIRST_PROGRESS_SECONDS, MAX_PROGRESS_SECONDS = 0.5, 10.0  # between two looks at a running command
+PROGRESS_INTERVAL_FACTOR = 1.3
 
 PartReader = Callable[[int, int], Awaitable[OutputPart]]
 """Returns kept output from an offset on, up to a number of bytes."""
@@ -52,6 +59,22 @@ async def read_shown(read: PartReader, total: int, most: int = MAX_SHOWN_CHARACT
     left_out = f"\n[… about {total - most} of {total} bytes left out …]\n"
     half = (most - len(left_out)) // 2
     return ShownOutput(decode_output(head)[:half] + left_out + decode_output(tail)[-half:], is_whole=False)
+
+
+async def show_progress(
+    measure: Callable[[], Awaitable[int]], read: PartReader, listener: OutputListener
+) -> None:
+    """Show the end of a growing output until cancelled, less often the longer it takes."""
+    shown, seconds = 0, FIRST_PROGRESS_SECONDS
+    with suppress(AntiphonError, OSError, TimeoutError):  # the result will have all of it
+        while True:
+            await asyncio.sleep(seconds)
+            seconds = min(seconds * PROGRESS_INTERVAL_FACTOR, MAX_PROGRESS_SECONDS)
+            if listener.is_listening() and (total := await measure()) > shown:
+                start = max(0, total - MAX_BYTES_PER_CHARACTER * MAX_PROGRESS_CHARACTERS)
+                part = await read(start, total - start)
+                listener.show(decode_output(part.data)[-MAX_PROGRESS_CHARACTERS:], total)
+                shown = total
 
 
 def cut_middle(text: str, most: int) -> ShownOutput:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from antiphon.engine.runs import command_rows
 from antiphon.engine.runs.command_rows import LIVE_STATES, CommandEnd, NewCommand
 from antiphon.engine.runs.effects import Effects
 from antiphon.engine.runs.lifecycle import retry_while_store_full
+from antiphon.engine.toolbox import OutputListener
 from antiphon.errors import AntiphonError, Forbidden, InvalidInput, NotFound, Unavailable
 from antiphon.store import Row, Store
-from antiphon.workspace.command_output import decode_output, read_all, read_shown
+from antiphon.workspace.command_output import decode_output, read_all, read_shown, show_progress
 from antiphon.workspace.files import WorkspaceFiles
 from antiphon.workspace.keeper_client import CommandSpec, CommandStatus, KeeperClient, OutputPart
 
@@ -142,6 +143,24 @@ class Commands:
         return self._host_path.read_text("ascii")
 
     # --- calls ---
+
+    @asynccontextmanager
+    async def showing_output(self, key: str, listener: OutputListener | None) -> AsyncGenerator[None]:
+        """Show the output of a command on this host while a call waits for it."""
+        if listener is None:
+            yield
+            return
+
+        async def measure() -> int:
+            is_ours = key in self._live  # else it may run on another host, and our keeper need not
+            return (await self._keeper.wait(key, 0)).output_bytes if is_ours else 0
+
+        showing = asyncio.create_task(show_progress(measure, self._reader(key), listener))
+        try:
+            yield
+        finally:
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
 
     async def execute(self, new: NewCommand, build_spec: SpecBuilder, wait_seconds: float | None) -> Row:
         """Start a command, or join the one with its key, and wait for its end; then it goes on in the background.

@@ -29,6 +29,7 @@ SILENT_REPLIES = {"REPLY_SKIP": "({} ended the conversation)", "ANNOUNCE_SKIP": 
 
 TOKEN_WRAPPING_CHARACTERS = " \t\r\n`*\"'"  # noqa: S105
 MAX_REMEMBERED_RUNS = 256  # ended runs
+MAX_PROGRESS_CHARACTERS = 100  # of the output of a running tool call
 
 
 def _print_text(text: str) -> None:
@@ -114,7 +115,7 @@ class ChatRenderer:
             case Delta():
                 self._show_delta(event)
             case ToolPhase():
-                self._show_tool_failure(event)
+                self._show_tool_phase(event)
             case ApprovalChanged():
                 self.show_approval(build_approval_view(event))
             case MessageAppended():
@@ -193,9 +194,15 @@ class ChatRenderer:
                 self._append_text(self._withheld_text)
                 self._withheld_text = ""
 
-    def _show_tool_failure(self, event: ToolPhase) -> None:
-        """Show a failed tool call. The call itself is shown with the message that makes it."""
-        if event.phase != "start" and event.is_error:
+    def _show_tool_phase(self, event: ToolPhase) -> None:
+        """Show the last line that a running call has printed, or that it failed.
+
+        The call itself is shown with the message that makes it.
+        """
+        if event.phase == "update":
+            if last_line := clean_line(event.output.rstrip().rpartition("\n")[2])[-MAX_PROGRESS_CHARACTERS:]:
+                self.print_note(f"  · {event.name}: {last_line}")
+        elif event.phase != "start" and event.is_error:
             self.print_note(f"  · {event.name} failed")
 
     def show_approval(self, approval: ApprovalView) -> None:

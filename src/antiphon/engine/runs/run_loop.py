@@ -33,7 +33,7 @@ from antiphon.engine.runs.tool_invocation import (
 )
 from antiphon.engine.sessions import transcripts
 from antiphon.engine.sessions.transcripts import Entry
-from antiphon.engine.toolbox import Tool, ToolOutput
+from antiphon.engine.toolbox import OutputListener, Tool, ToolOutput
 from antiphon.errors import AntiphonError, ContextOverflow
 from antiphon.messages import (
     INJECTED_MODEL,
@@ -105,6 +105,7 @@ class RunLoop:
         approval_gate: ApprovalGate,
         on_entries: Callable[[Claim, Sequence[Entry]], None],
         on_tool: Callable[[Claim, ToolCall, ToolResult | None], None],
+        open_tool_output: Callable[[Claim, ToolCall], OutputListener],
     ) -> None:
         self._store = store
         self._clock = clock
@@ -114,6 +115,7 @@ class RunLoop:
         self._approval_gate = approval_gate
         self._on_entries = on_entries
         self._on_tool = on_tool
+        self._open_tool_output = open_tool_output
         self._context = ModelContext()
         self._call_ids: set[str] = set()  # of the whole run; the context may no longer have its beginning
         self._excess_call_id: str | None = None
@@ -413,7 +415,8 @@ class RunLoop:
             )
             if refusal is not None:
                 return None if refusal == "interrupted" else refusal
-        return await invoke_tool(call, setup.tools, setup.caller, claim)
+        listener = self._open_tool_output(claim, call)
+        return await invoke_tool(call, setup.tools, setup.caller, claim, listener)
 
     def _find_excess_call(self) -> str | None:
         """Return the id of the first call of the latest answer beyond the limit, or None."""

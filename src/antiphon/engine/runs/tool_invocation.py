@@ -16,7 +16,7 @@ import msgspec
 from antiphon.access import Caller
 from antiphon.engine.runs.effects import RunIdentity
 from antiphon.engine.runs.lifecycle import retry_while_store_full
-from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
+from antiphon.engine.toolbox import OutputListener, Tool, ToolOutput, ToolRequest
 from antiphon.errors import AntiphonError, Fenced, StoreError, ToolFailed
 from antiphon.messages import TextBlock, ToolCall, ToolResult
 from antiphon.runtimes.function import PROCESS_ENDING_ERRORS
@@ -45,24 +45,35 @@ def find_call_error(call: ToolCall, tools: Mapping[str, Tool]) -> ToolOutput | N
     return None
 
 
-def build_request(call: ToolCall, tools: Mapping[str, Tool], caller: Caller, run: RunIdentity) -> ToolRequest:
+def build_request(
+    call: ToolCall,
+    tools: Mapping[str, Tool],
+    caller: Caller,
+    run: RunIdentity,
+    output_listener: OutputListener | None = None,
+) -> ToolRequest:
     return ToolRequest(
         caller=caller,
         run_id=run.run_id,
         call_id=call.id,
         arguments=call.arguments,
         tool_names=tools.keys(),
+        output_listener=output_listener,
     )
 
 
 async def invoke_tool(
-    call: ToolCall, tools: Mapping[str, Tool], caller: Caller, run: RunIdentity
+    call: ToolCall,
+    tools: Mapping[str, Tool],
+    caller: Caller,
+    run: RunIdentity,
+    output_listener: OutputListener | None = None,
 ) -> ToolOutput:
     """Execute a call. Errors become outputs, except those that keep the run from going on."""
     if error := find_call_error(call, tools):
         return error
     return await contain_tool_errors(
-        call, run, _invoke(tools[call.name], build_request(call, tools, caller, run))
+        call, run, _invoke(tools[call.name], build_request(call, tools, caller, run, output_listener))
     )
 
 
