@@ -353,11 +353,24 @@ WORK: dict[str, tuple[Part, str]] = {
 }
 """What users of other agents suffer from when their agents work."""
 
+CHANNELS: dict[str, tuple[Part, str]] = {
+    "N4": (
+        "tools",
+        "A text for a service is sent in parts, each once, paced, in order; what is in doubt or too old is visible.",
+    ),
+    "CH3": ("tools", "A send whose outcome is unknown is not repeated, unless the service takes its key."),
+    "CH5": ("tools", "A delivery expires, visibly, and is not sent afterwards."),
+    "CH8": ("tools", "Deliveries wait until their channel is ready, without losing an attempt."),
+    "CH23": ("tools", "A wait that a service names is kept, per chat and account, also after a restart."),
+}
+"""What users of other agents suffer from in chats."""
+
 REQUIREMENTS: dict[str, Requirement] = {
     **{name: Requirement(text, f"contract {name}", part) for name, (part, text) in CONTRACT.items()},
     **{name: Requirement(text, f"guarantee {name}", part) for name, (part, text) in GUARANTEES.items()},
     **{name: Requirement(text, f"security {name}", part) for name, (part, text) in SECURITY.items()},
     **{name: Requirement(text, f"agents at work {name}", part) for name, (part, text) in WORK.items()},
+    **{name: Requirement(text, f"channels {name}", part) for name, (part, text) in CHANNELS.items()},
 }
 
 

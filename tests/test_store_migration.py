@@ -326,6 +326,9 @@ async def test_every_row_is_there_and_numbers_go_on_behind_those_that_were_given
         "INSERT INTO exec_commands (key, id, session, session_key, agent_id, sandboxed, run_id, host, owner, backend,"
         " command, workdir, timeout_seconds, state, created_at)"
         " VALUES ('r:c', 'c1', 1, 'agent:main:main', 'main', 0, 'r', 'h', 'o', 'gateway', 'ls', '', 5, 'lost', 1)",
+        "INSERT INTO delivery_parts (delivery, n, text, plain, started_at, message_id, sent_at)"
+        " VALUES (1, 1, '<b>hi</b>', 'hi', 1, 'm1', 2)",
+        "INSERT INTO channel_holds (account, until) VALUES ('telegram|', 5)",
     )
     before = rows_of(database)
     content = digest(database)

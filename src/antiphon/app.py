@@ -29,7 +29,8 @@ from antiphon.engine.collaboration import framing
 from antiphon.engine.engine import Engine
 from antiphon.engine.jobs.jobs import FiringContext
 from antiphon.engine.jobs.scheduler import Scheduler
-from antiphon.engine.outbox.sender import DeliveryChannel, Outbox
+from antiphon.engine.outbox.delivery_channel import DeliveryChannel
+from antiphon.engine.outbox.sender import Outbox
 from antiphon.engine.replicas import Replica
 from antiphon.engine.runs.lifecycle import Claim
 from antiphon.engine.runs.run_loop import RunSetup

@@ -182,14 +182,50 @@ class SpawnRefused(Forbidden):
     ws = "INVALID_REQUEST"
 
 
-class Undeliverable(AntiphonError):
-    """A channel has certainly not sent a message. `final` means that a retry is pointless."""
+RefusalKind = Literal["gone", "forbidden", "too_long", "bad_format", "window_closed", "moved", "auth"]
+"""Why a chat service refused a message: the chat does not exist, we may not write there, the text is too long, its
+markup is wrong, it may be written to only for some time after a person wrote, it has another id, our credentials."""
 
-    code = "undeliverable"
 
-    def __init__(self, what: str, hint: str, *, final: bool = False, **data: Any) -> None:
+class NotSent(AntiphonError):
+    """A chat service has certainly not taken a message, which may be sent later.
+
+    `retry_after` is the time the service named, in seconds; `whole_account` tells that it is for all of its chats.
+    """
+
+    code = "not_sent"
+
+    def __init__(
+        self,
+        what: str,
+        hint: str,
+        *,
+        retry_after: float | None = None,
+        whole_account: bool = False,
+        **data: Any,
+    ) -> None:
         super().__init__(what, hint, **data)
-        self.final = final
+        self.retry_after = retry_after
+        self.whole_account = whole_account
+
+
+class Refused(AntiphonError):
+    """A chat service has refused a message, and would refuse it again. `to` is the new id of a chat that has moved."""
+
+    code = "refused"
+
+    def __init__(
+        self, what: str, hint: str, *, kind: RefusalKind, to: str | None = None, **data: Any
+    ) -> None:
+        super().__init__(what, hint, **data)
+        self.kind: RefusalKind = kind
+        self.to = to
+
+
+class Unsure(AntiphonError):
+    """It is unknown whether a chat service has taken a message."""
+
+    code = "unsure"
 
 
 class LaneFull(AntiphonError):

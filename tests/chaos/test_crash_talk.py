@@ -24,9 +24,8 @@ from chaos.harness import (
 from support.planned_exchanges import ATTEMPTS, KEYED, POSTED, POSTING, UNKEYED
 from support.store_snapshot import StoreSnapshot
 
-BETWEEN = {
-    channel: [(f"single:{channel}", [moment]) for moment in (POSTING, POSTED)] for channel in (KEYED, UNKEYED)
-}
+MOMENTS = [f"{moment}{part}" for part in ("", "#2") for moment in (POSTING, POSTED)]
+BETWEEN = {channel: [(f"single:{channel}", [moment]) for moment in MOMENTS] for channel in (KEYED, UNKEYED)}
 Record = Callable[[str, object], None]
 
 
@@ -92,7 +91,7 @@ def test_a_child_that_is_to_be_deleted_is_reported_first_and_removed_once(
 
 @pytest.mark.timeout(300)
 @pytest.mark.requirement("G3", "S6")
-def test_a_channel_that_honours_keys_shows_each_message_once(
+def test_a_channel_that_honours_keys_shows_each_part_of_a_message_once(
     servers: Servers, tmp_path: Path, record_property: Record
 ) -> None:
     attempts: Counter[int] = Counter()
@@ -100,7 +99,7 @@ def test_a_channel_that_honours_keys_shows_each_message_once(
     def look(state_dir: Path, _: Sequence[Kill]) -> list[str]:
         (delivery,) = StoreSnapshot(state_dir).deliveries
         assert delivery["state"] == "delivered"
-        assert (state_dir / f"{KEYED}.txt").read_text() == f"{delivery['key']}\n"
+        assert (state_dir / f"{KEYED}.txt").read_text() == f"{delivery['key']}\n{delivery['key']}#2\n"
         attempts[len((state_dir / f"{KEYED}{ATTEMPTS}").read_text().splitlines())] += 1
         return []
 
@@ -108,7 +107,7 @@ def test_a_channel_that_honours_keys_shows_each_message_once(
     attempts.clear()
     died += run_with_kills(servers, tmp_path / "between", BETWEEN[KEYED], look)
     record_property("kills", died)
-    assert attempts == {2: 2}
+    assert attempts == {3: 4}, "only the part in doubt is sent again"
 
 
 @pytest.mark.timeout(300)
@@ -116,20 +115,22 @@ def test_a_channel_that_honours_keys_shows_each_message_once(
 def test_a_channel_without_keys_gets_a_message_at_most_once_and_the_doubt_is_on_record(
     servers: Servers, tmp_path: Path, record_property: Record
 ) -> None:
-    ends: Counter[tuple[str, int]] = Counter()
+    ends: Counter[tuple[str, int, int]] = Counter()
 
     def look(state_dir: Path, _: Sequence[Kill]) -> list[str]:
         snapshot = StoreSnapshot(state_dir)
         (delivery,) = snapshot.deliveries
-        ends[delivery["state"], snapshot.posts[UNKEYED][delivery["key"]]] += 1
+        posts = snapshot.posts[UNKEYED]
+        ends[delivery["state"], posts[delivery["key"]], posts[f"{delivery['key']}#2"]] += 1
         return []
 
     died = run_with_kill_at_every_commit(servers, tmp_path, "single:unkeyed", look)
-    assert ends.keys() <= {("delivered", 1), ("ambiguous", 0), ("ambiguous", 1)}
+    doubts = {("ambiguous", 0, 0), ("ambiguous", 1, 0), ("ambiguous", 1, 1)}
+    assert ends.keys() <= {("delivered", 1, 1), *doubts}
     ends.clear()
     died += run_with_kills(servers, tmp_path / "between", BETWEEN[UNKEYED], look)
     record_property("kills", died)
-    assert ends == {("ambiguous", 0): 1, ("ambiguous", 1): 1}
+    assert ends == {("ambiguous", 0, 0): 1, ("ambiguous", 1, 0): 2, ("ambiguous", 1, 1): 1}
 
 
 @pytest.mark.requirement(

@@ -45,7 +45,7 @@ HELD = (
     5_000  # milliseconds for which a lane with work may stand still: a restart on a busy machine, and no wait
 )
 SECONDS = float(os.environ.get("ANTIPHON_SOCIETY_SECONDS") or 0)
-ENDS = {"delivered", "blocked", "ambiguous", "dead"}  # of a delivery
+ENDS = {"delivered", "blocked", "ambiguous", "expired", "dead"}  # of a delivery
 
 
 @contextmanager

@@ -3,7 +3,8 @@
     PYTHONPATH=tests python tests/chaos/worker.py <state-dir> <plan> [--kill K] [--store URL PASSWORD-FILE]
 
 `on_commit` is called before and after every COMMIT; at the K-th call the process sends itself SIGKILL. K can also be
-`posting` or `posted`: while a channel has something to post, before and after it does. In plans of the kind `working`,
+`posting` or `posted`, for the second part of a text `posting#2` or `posted#2`: before and after a channel posts it.
+In plans of the kind `working`,
 it can be an await (see `moments`) or `ran-front` or `ran-back`, when that command has begun; `keeper@K` kills the
 process that runs commands instead, `both@K` both, and `keeper-step:N` lets that process kill itself. Every
 start submits the whole plan again under the same idempotency keys, which must be harmless. It prints
@@ -35,7 +36,7 @@ from typing import Any
 from antiphon.access import Caller
 from antiphon.app import open_app_operations
 from antiphon.config import Config
-from antiphon.engine.outbox.delivery_rows import Destination
+from antiphon.engine.outbox.delivery_channel import Part, Receipt
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
 from antiphon.operations.operations import Operations
@@ -45,6 +46,7 @@ from chaos.killer import DatabaseLocation, Killer
 from chaos.moments import AwaitWatcher, arm_keeper
 from chaos.scenario import NOTE, NOTES, TELL, WORKING, Planned, places, plan, settings
 from support.agents_fixture import merge_settings
+from support.line_channel import LineChannel, format_part
 from support.planned_exchanges import ATTEMPTS, KEYED, POSTED, POSTING, UNKEYED
 from support.planned_work import BACK, FRONT
 
@@ -61,20 +63,20 @@ SETTINGS = {
 
 
 @dataclass
-class FileChannel:
+class FileChannel(LineChannel):
     """A channel to people. An idempotent one takes the same key as the same message."""
 
-    posts: Path
-    is_idempotent: bool
     killer: Killer
 
-    async def post(self, key: str, destination: Destination, text: str) -> str:
-        append(self.posts.with_suffix(ATTEMPTS), key)
-        self.killer.reach(POSTING)
-        if not (self.is_idempotent and self.posts.exists() and key in self.posts.read_text().splitlines()):
-            append(self.posts, key)
-        self.killer.reach(POSTED)
-        return f"outside-{key}"
+    async def send(self, part: Part) -> Receipt:
+        line = format_part(part)
+        append(self.posts.with_suffix(ATTEMPTS), line)
+        number = "" if part.n == 1 else f"#{part.n}"
+        self.killer.reach(f"{POSTING}{number}")
+        if not (self.is_idempotent and self.posts.exists() and line in self.posts.read_text().splitlines()):
+            append(self.posts, line)
+        self.killer.reach(f"{POSTED}{number}")
+        return Receipt(f"outside-{line}")
 
 
 def say(line: str) -> None:

@@ -30,7 +30,7 @@ from antiphon.access import Caller
 from antiphon.bus import MessageAppended, SessionChanged
 from antiphon.config import Config
 from antiphon.coordination import LEASE_FRACTION_OF_ACK_WAIT
-from antiphon.engine.outbox.delivery_rows import Destination
+from antiphon.engine.outbox.delivery_channel import Part, Receipt
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.errors import AntiphonError, StoreError, Unavailable
 from antiphon.event_loop import run
@@ -38,6 +38,7 @@ from antiphon.gateway.server import ListeningGateway, serve_gateway
 from antiphon.operations.jobs import JobSpec
 from antiphon.operations.types import IncomingMessage, SendRequest, SpawnRequest
 from chaos.worker import append, tools
+from support.line_channel import LineChannel, format_part
 from support.planned_exchanges import ATTEMPTS, KEYED, UNKEYED
 
 OPERATOR = Caller.operator()
@@ -50,13 +51,11 @@ def say(**facts: Any) -> None:
 
 
 @dataclass(slots=True)
-class FileChannel:
+class FileChannel(LineChannel):
     """A channel to people that every replica shares. An idempotent one takes the same key as the same message."""
 
-    posts: Path
-    is_idempotent: bool
-
-    async def post(self, key: str, destination: Destination, text: str) -> str:
+    async def send(self, part: Part) -> Receipt:
+        key = format_part(part)
         append(self.posts.with_suffix(ATTEMPTS), key)
         with self.posts.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -64,7 +63,7 @@ class FileChannel:
                 self.is_idempotent and self.posts.exists() and key in self.posts.read_text().splitlines()
             ):
                 append(self.posts, key)
-        return f"outside-{key}"
+        return Receipt(f"outside-{key}")
 
 
 class RequestHandler:

@@ -20,12 +20,13 @@ from antiphon.clock import ManualClock
 from antiphon.config import Config
 from antiphon.engine import replicas
 from antiphon.engine.outbox import delivery_rows, sender
+from antiphon.engine.outbox.delivery_channel import DeliveryChannel, Part, Receipt
 from antiphon.engine.outbox.delivery_rows import Destination, NewDelivery
-from antiphon.engine.outbox.sender import DeliveryChannel, Outbox
+from antiphon.engine.outbox.sender import Outbox
 from antiphon.engine.replicas import Replica
 from antiphon.engine.sessions import session_rows
 from antiphon.engine.sessions.resolver import SessionResolver
-from antiphon.errors import Conflict, Forbidden, InvalidInput, NotFound, Undeliverable
+from antiphon.errors import Conflict, Forbidden, InvalidInput, NotFound, NotSent, Refused
 from antiphon.store import Row, Store
 from support.agents_fixture import MAIN, OPERATOR, RecordingChannel, make_agents_config, open_agents_fixture
 from support.app_fixture import DATABASE, make_config, open_test_store, wait_until
@@ -38,8 +39,10 @@ GROUP = "agent:main:discord:group:g1"
 LOST = RuntimeError("it was accepted, then the line went dead")
 
 
-def unsent(final: bool = False) -> Undeliverable:
-    return Undeliverable("The channel said no.", "Try later.", final=final)
+def unsent(final: bool = False) -> NotSent | Refused:
+    if final:
+        return Refused("The channel said no.", "Write elsewhere.", kind="forbidden")
+    return NotSent("The channel said no.", "Try later.")
 
 
 @dataclass(slots=True)
@@ -197,13 +200,14 @@ async def test_a_logical_message_posted_again_is_one_row(tmp_path: Path) -> None
 
 
 @pytest.mark.requirement("G3", "G20")
-async def test_what_was_surely_not_sent_is_tried_again_ever_later_and_given_up_at_last(
+async def test_what_was_surely_not_sent_is_tried_again_ever_later_until_it_is_out_of_date(
     tmp_path: Path,
 ) -> None:
     discord = RecordingChannel(fails=lambda key: unsent() if key == "k" else None)
     async with post_office(tmp_path, {"discord": discord}) as post:
         await post.put("k")
-        for attempt in range(1, sender.MAX_DELIVERY_ATTEMPTS):
+        attempts = 12  # far more than a delivery in doubt has
+        for attempt in range(1, attempts):
             row = await post.state("k", "pending", attempt)
             wait = (row["next_at"] - post.clock.now()) / 1000
             longest = min(sender.MAX_RETRY_DELAY_SECONDS, 2**attempt)
@@ -214,8 +218,10 @@ async def test_what_was_surely_not_sent_is_tried_again_ever_later_and_given_up_a
             await post.state(f"meanwhile {attempt}", "delivered")
             assert discord.tries.count("k") == attempt, "not before its time"
             post.later(0.001)
-        row = await post.state("k", "dead", sender.MAX_DELIVERY_ATTEMPTS)
-        assert discord.tries.count("k") == sender.MAX_DELIVERY_ATTEMPTS
+        await post.state("k", "pending", attempts)
+        post.later(delivery_rows.DELIVERY_LIFETIME_MS / 1000)
+        row = await post.state("k", "expired")
+        assert discord.tries.count("k") == attempts and "in time" in row["error"]
         assert "k" not in (key for key, *_ in discord.posts)
 
 
@@ -259,11 +265,11 @@ async def test_a_channel_that_does_not_answer_leaves_a_doubt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Mute(RecordingChannel):
-        async def post(self, key: str, destination: Destination, text: str) -> str | None:
+        async def send(self, part: Part) -> Receipt:
             await asyncio.Event().wait()
-            return None
+            raise AssertionError
 
-    monkeypatch.setattr(sender, "CHANNEL_POST_TIMEOUT_SECONDS", 0.02)
+    monkeypatch.setattr(sender, "CHANNEL_SEND_TIMEOUT_SECONDS", 0.02)
     async with post_office(tmp_path, {"discord": Mute()}) as post:
         await post.put("k")
         assert "TimeoutError" in (await post.state("k", "ambiguous"))["error"]
@@ -296,7 +302,7 @@ async def _in_hand(tx: Any, post: Post) -> None:
         body="hello",
     )
     await delivery_rows.enqueue_delivery(tx, parcel, post.clock.now())
-    (row,) = await tx.all(delivery_rows.SQL.due, now=post.clock.now(), limit=1)
+    (row,) = await tx.all(delivery_rows.SQL.due, now=post.clock.now(), after=0, limit=1)
     await tx.do(delivery_rows.SQL.claim, n=row["n"], owner="dead", attempts=0)
 
 
@@ -334,8 +340,9 @@ async def test_what_cannot_even_be_read_is_told_of_with_its_place_and_not_tried_
         query_database(
             tmp_path / DATABASE,
             "INSERT INTO deliveries (key, kind, session, session_key, destination, place, body, next_at, created_at)"
-            " VALUES ('k', 'announce', 1, ?, '{', 'a place', 'hello', 0, 0)",
+            " VALUES ('k', 'announce', 1, ?, '{', 'a place', 'hello', 0, ?)",
             GROUP,
+            post.clock.now(),
         )
         post.box.wake()
         await wait_until(any_told)

@@ -32,7 +32,7 @@ async def test_an_idle_gateway_says_that_all_is_well(http_gateway: HttpGatewayFi
     assert told["antiphon_store_idle_seconds"] == 0
     for state in ("queued", "running", "abandoned"):
         assert told[f'antiphon_store_runs{{state="{state}"}}'] == 0
-    for state in ("pending", "ambiguous", "dead"):
+    for state in ("pending", "ambiguous", "dead", "expired"):
         assert told[f'antiphon_store_deliveries{{state="{state}"}}'] == 0
 
 

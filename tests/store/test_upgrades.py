@@ -161,6 +161,26 @@ UPGRADES = [
             " VALUES ('r:c', 'c1', 1, 'agent:main:main', 'main', 0, 'r', 'h', 'o', 'gateway', 'ls', '', 5, 'lost', 1)",
         ],
     ),
+    Upgrade(
+        20,
+        [
+            "INSERT INTO deliveries (key, kind, session, session_key, destination, place, body, state, attempts,"
+            " next_at, created_at)"
+            " VALUES ('d1', 'reply', 1, 'agent:main:main', '{}', 'discord|||', 'hi', 'ambiguous', 3, 1, 1)",
+            "INSERT INTO deliveries (key, kind, session, session_key, destination, place, body, next_at, created_at)"
+            " VALUES ('d2', 'reply', 1, 'agent:main:main', '{}', 'discord|||', 'hi', 1, 1)",
+            "DELETE FROM deliveries WHERE key = 'd2'",
+        ],
+        {
+            "SELECT expires_at, attempts FROM deliveries WHERE key = 'd1'": [(None, 3)],
+            "SELECT count(*) FROM delivery_parts": [(0,)],
+        },
+        [
+            "UPDATE deliveries SET state = 'expired', expires_at = 2 WHERE key = 'd1'",
+            "INSERT INTO delivery_parts (delivery, n, text) VALUES (1, 1, 'hi')",
+            "INSERT INTO channel_holds (account, until) VALUES ('discord|', 5)",
+        ],
+    ),
 ]
 RELEASED_SCHEMA = 8
 

@@ -19,11 +19,12 @@ from antiphon.app import App, open_app
 from antiphon.bus import Event, Listener, SessionChanged
 from antiphon.clock import Clock, SystemClock
 from antiphon.config import Config
+from antiphon.engine.outbox.delivery_channel import DeliveryChannel, Pace, Part, Receipt, RenderedPart
 from antiphon.engine.outbox.delivery_rows import Destination
-from antiphon.engine.outbox.sender import DeliveryChannel
 from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
+from antiphon.errors import NotSent, Refused
 from antiphon.messages import AssistantMessage, Message, ToolResult, UserMessage
 from antiphon.operations.operations import Operations
 from antiphon.operations.types import IncomingMessage as Words
@@ -117,31 +118,43 @@ def get_tool_result(prompt: Prompt) -> dict[str, Any] | None:
 class RecordingChannel:
     """A channel that records what is posted, and fails on demand."""
 
+    can_find = False
+
     def __init__(
         self, *, is_idempotent: bool = False, fails: Callable[[str], Exception | None] | None = None
     ) -> None:
         self.is_idempotent = is_idempotent
+        self.idempotency_seconds = float("inf") if is_idempotent else 0.0
         self.posts: list[tuple[str, Destination, str]] = []
         """Every text that people there would see."""
         self.tries: list[str] = []
         self._fails = fails
 
-    async def post(self, key: str, destination: Destination, text: str) -> str | None:
-        self.tries.append(key)
-        error = self._fails(key) if self._fails else None
-        if not (self.is_idempotent and key in (seen for seen, *_ in self.posts)) and not _unsent(error):
-            self.posts.append((key, destination, text))
+    def is_ready(self, account_id: str | None) -> bool:
+        return True
+
+    def get_pace(self, destination: Destination) -> Pace:
+        return Pace()
+
+    def render(self, text: str) -> list[RenderedPart]:
+        return [RenderedPart(text)]
+
+    async def send(self, part: Part) -> Receipt:
+        self.tries.append(part.key)
+        error = self._fails(part.key) if self._fails else None
+        is_repeated = self.is_idempotent and part.key in (seen for seen, *_ in self.posts)
+        if not is_repeated and not isinstance(error, (NotSent, Refused)):
+            self.posts.append((part.key, part.destination, part.text))
         if error:
             raise error
-        return f"message-{len(self.posts)}"
+        return Receipt(f"message-{len(self.posts)}")
+
+    async def find(self, part: Part, since: int) -> Receipt | None:
+        return None
 
     @property
     def texts(self) -> list[str]:
         return [text for *_, text in self.posts]
-
-
-def _unsent(error: Exception | None) -> bool:
-    return error is not None and getattr(error, "code", None) == "undeliverable"
 
 
 @dataclass(slots=True)

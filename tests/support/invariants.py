@@ -14,7 +14,7 @@ from support.store_snapshot import Row, StoreSnapshot
 UNDER_WAY = {"queued", "running"}
 # Origins of runs that are part of something.
 STEPS = {"sessions_send", "reply-back", "announce", "sessions_spawn"}
-POSTED = {"pending", "delivered", "blocked", "ambiguous", "dead"}  # outcomes with a delivery
+POSTED = {"pending", "delivered", "blocked", "ambiguous", "expired", "dead"}  # outcomes with a delivery
 # Ends of an exchange without an announce step.
 UNANNOUNCED = {
     None, "no_reply", "run_failed", "run_stopped", "run_timed_out", "run_interrupted", "run_incomplete", "none",
@@ -224,16 +224,23 @@ def _chains(snapshot: StoreSnapshot) -> list[str]:
 
 
 def _posts(snapshot: StoreSnapshot) -> list[str]:
-    """External posts: once if delivered, at most once if ambiguous, never before an attempt."""
+    """External posts of each part: once if delivered, at most once if ambiguous, never before an attempt."""
     wrong: list[str] = []
     for channel in KEYED, UNKEYED:
         for delivery in snapshot.deliveries:
             if json.loads(delivery["destination"]).get("channel") != channel:
                 continue
-            times = snapshot.posts[channel][delivery["key"]]
             most = 0 if delivery["attempts"] == 0 else 1
-            if not (delivery["state"] == "delivered") <= times <= most:
-                wrong.append(f"{delivery['key']} is {delivery['state']} and was posted {times} times")
-        known = {delivery["key"] for delivery in snapshot.deliveries}
+            for line in snapshot.lines_of(delivery) or [delivery["key"]]:
+                times = snapshot.posts[channel][line]
+                if not (delivery["state"] == "delivered") <= times <= most:
+                    wrong.append(f"{line} is {delivery['state']} and was posted {times} times")
+            if delivery["state"] == "delivered":
+                wrong += [
+                    f"{delivery['key']} is delivered, but not its part {part['n']}"
+                    for part in snapshot.parts
+                    if part["delivery"] == delivery["n"] and part["sent_at"] is None
+                ]
+        known = {line for delivery in snapshot.deliveries for line in snapshot.lines_of(delivery)}
         wrong += [f"{key} was posted without a delivery" for key in snapshot.posts[channel].keys() - known]
     return wrong

@@ -18,7 +18,7 @@ from support.planned_exchanges import KEYED, UNKEYED
 Row = dict[str, Any]
 SORT_COLUMNS = {
     "runs": "n", "sessions": "id", "usage": "id", "owners": "id", "messages": "transcript, seq", "exchanges": "n",
-    "tasks": "n", "deliveries": "n", "chains": "id",
+    "tasks": "n", "deliveries": "n", "delivery_parts": "delivery, n", "chains": "id",
     "exec_commands": "created_at, id",
 }  # fmt: skip
 
@@ -48,6 +48,7 @@ class StoreSnapshot:
         self.exchanges = tables["exchanges"]
         self.tasks = tables["tasks"]
         self.deliveries = tables["deliveries"]
+        self.parts = tables["delivery_parts"]
         self.chains = tables["chains"]
         self.commands = tables["exec_commands"]
         for message in self.messages:
@@ -79,6 +80,11 @@ class StoreSnapshot:
 
     def session(self, key: str) -> Row | None:
         return next((session for session in self.sessions if session["key"] == key), None)
+
+    def lines_of(self, delivery: Row) -> list[str]:
+        """The lines that a channel of `LineChannel` writes for a delivery."""
+        numbers = [part["n"] for part in self.parts if part["delivery"] == delivery["n"]]
+        return [delivery["key"] if n == 1 else f"{delivery['key']}#{n}" for n in numbers]
 
     def delivery(self, key: str) -> Row | None:
         return next((delivery for delivery in self.deliveries if delivery["key"] == key), None)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from antiphon.operations.types import DeliveryPage, DeliveryView
 
 F = TypeVar("F", bound=Callable[..., Any])
-DELIVERY_STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "dead")
-STUCK_STATES = frozenset({"blocked", "ambiguous", "dead"})
+DELIVERY_STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "expired", "dead")
+STUCK_STATES = frozenset({"blocked", "ambiguous", "expired", "dead"})
 MAX_TEXT_CHARS = 60  # of a text in a table on a terminal; --json shows more of it
 
 
@@ -74,7 +74,7 @@ async def _load_page(settings: Settings, state: str | None, limit: int, cursor: 
 def _print_page(page: DeliveryPage) -> None:
     rows = [
         [
-            delivery.state,
+            _format_state(delivery),
             _format_destination(delivery),
             _output.format_age(delivery.created_at),
             _format_attempts(delivery),
@@ -93,6 +93,13 @@ def _print_page(page: DeliveryPage) -> None:
         )
 
 
+def _format_state(delivery: DeliveryView) -> str:
+    """Format the state; of a text in several parts also how many of them were sent."""
+    if delivery.parts is None or delivery.parts < 2 or delivery.state == "delivered":
+        return delivery.state
+    return f"{delivery.state} ({delivery.parts_sent or 0}/{delivery.parts})"
+
+
 def _format_destination(delivery: DeliveryView) -> str:
     return f"{delivery.channel} {delivery.to or delivery.session_key}"
 
@@ -108,7 +115,7 @@ def _format_attempts(delivery: DeliveryView) -> str:
 @common_options
 @click.pass_obj
 def retry(settings: Settings, key: str) -> int:
-    """Retry a dead, ambiguous or blocked delivery. What is ambiguous may arrive a second time."""
+    """Retry a dead, ambiguous, blocked or expired delivery. What is ambiguous may arrive a second time."""
     delivery = asyncio.run(_retry_delivery(settings, key))
     if settings.json:
         _output.print_json(delivery)

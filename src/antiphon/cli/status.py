@@ -223,6 +223,6 @@ def _format_waiting_approvals(facts: dict[str, Any]) -> Iterator[tuple[str, str]
 def _format_stuck_deliveries(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the deliveries that need attention."""
     counts: dict[str, int] = facts["deliveries"] or {}
-    stuck = [f"{counts[state]} {state}" for state in ("dead", "ambiguous") if counts.get(state)]
+    stuck = [f"{counts[state]} {state}" for state in ("dead", "ambiguous", "expired") if counts.get(state)]
     if stuck:
         yield "deliveries", f"{', '.join(stuck)}; see: {_output.PROGRAM_NAME} deliveries"

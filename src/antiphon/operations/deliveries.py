@@ -13,7 +13,7 @@ from antiphon.operations.context import OperationContext
 from antiphon.operations.types import DeliveryPage, DeliveryView
 from antiphon.store import Row, Tx
 
-DELIVERY_STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "dead")
+DELIVERY_STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "expired", "dead")
 DEFAULT_DELIVERIES_PER_PAGE, MAX_DELIVERIES_PER_PAGE = 50, 500
 MAX_DELIVERED_COUNTED = 10_000  # delivered rows only; all other states are counted in full
 OUTBOX_REFUSAL = "the outbox", "Ask an operator."
@@ -25,7 +25,7 @@ class DeliveryOperations:
         self._context = context
 
     async def retry(self, caller: Caller, key: str) -> DeliveryView:
-        """Queue a dead, ambiguous or blocked delivery again. An ambiguous one may arrive twice."""
+        """Queue a dead, ambiguous, blocked or expired delivery again. An ambiguous one may arrive twice."""
         access.require_operator(caller, "manage", *OUTBOX_REFUSAL)
         worker = self._context.require_worker()
         row = await self._context.store.tx(delivery_rows.requeue_delivery, key, self._context.clock.now())
@@ -88,5 +88,8 @@ def _build_delivery_view(row: Row) -> DeliveryView:
         message_id=row["message_id"],
         created_at=row["created_at"],
         next_at=row["next_at"] if row["state"] == "pending" else None,
+        expires_at=row["expires_at"] if row["state"] == "pending" else None,
+        parts=row["parts"] or None,
+        parts_sent=row["parts_sent"] if row["parts"] else None,
         settled_at=row["settled_at"],
     )

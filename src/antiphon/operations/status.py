@@ -35,6 +35,7 @@ class StatusOperations:
             pending=row["pending"],
             ambiguous=row["ambiguous"],
             dead=row["dead"],
+            expired=row["expired"],
         )
 
     async def list_replicas(self, caller: Caller) -> list[ReplicaView]:

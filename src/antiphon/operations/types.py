@@ -302,6 +302,7 @@ class SystemStatus(msgspec.Struct, frozen=True, kw_only=True):
     pending: int
     ambiguous: int
     dead: int
+    expired: int = 0
 
 
 class ReplicaView(View, frozen=True):
@@ -601,6 +602,10 @@ class DeliveryView(View, frozen=True, kw_only=True):
     message_id: str | None = None
     created_at: int
     next_at: int | None = None
+    expires_at: int | None = None
+    parts: int | None = None
+    """How many messages of its chat service it is, once that is known."""
+    parts_sent: int | None = None
     settled_at: int | None = None
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import msgspec
 
 from antiphon import keys
+from antiphon.clock import MILLISECONDS_PER_DAY
 from antiphon.errors import Conflict, NotFound
 from antiphon.keys import WEBCHAT_CHANNEL
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
 SQL = Queries("deliveries")
+DELIVERY_LIFETIME_MS = MILLISECONDS_PER_DAY  # to a service; people are not sent what is older
 
 
 class Destination(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -42,6 +44,8 @@ class NewDelivery(msgspec.Struct, frozen=True, kw_only=True):
     """The run whose transcript entries contain the text, or will contain it, in that session."""
     exchange: int | None = None
     task: int | None = None
+    expires_at: int | None = None
+    """When it is too old to be sent to a service. None: after `DELIVERY_LIFETIME_MS`."""
 
 
 def decode_destination(text: str) -> Destination:
@@ -64,9 +68,21 @@ def resolve_session_destination(row: Row) -> Destination:
     )
 
 
+def build_place(destination: Destination) -> str:
+    """Return the name of a chat or thread; texts for the same place are sent in their order."""
+    return f"{build_account_name(destination)}|{destination.to or ''}|{destination.thread_id or ''}"
+
+
+def build_account_name(destination: Destination) -> str:
+    return f"{destination.channel}|{destination.account_id or ''}"
+
+
 async def enqueue_delivery(tx: Tx, delivery: NewDelivery, now: int) -> None:
     """Add a delivery to the outbox, once per key."""
     destination = delivery.destination
+    expires_at = delivery.expires_at
+    if expires_at is None and destination.channel != WEBCHAT_CHANNEL:
+        expires_at = now + DELIVERY_LIFETIME_MS
     await tx.do(
         SQL.insert,
         key=delivery.key,
@@ -74,16 +90,14 @@ async def enqueue_delivery(tx: Tx, delivery: NewDelivery, now: int) -> None:
         session=delivery.session,
         session_key=delivery.session_key,
         destination=destination.json_text,
-        place="|".join(
-            part or ""
-            for part in (destination.channel, destination.account_id, destination.to, destination.thread_id)
-        ),
+        place=build_place(destination),
         body=delivery.body,
         stats=delivery.stats,
         entry_run=delivery.entry_run,
         exchange=delivery.exchange,
         task=delivery.task,
         now=now,
+        expires_at=expires_at,
     )
 
 
@@ -100,14 +114,17 @@ async def count_by_state(tx: Tx, max_delivered: int) -> dict[str, int]:
 
 
 async def requeue_delivery(tx: Tx, key: str, now: int) -> Row:
-    """Send a dead, ambiguous or blocked delivery again. Returns its row."""
+    """Send a dead, ambiguous, blocked or expired delivery again, from its first unsent part. Returns its row."""
     row = await tx.one(SQL.by_key, key=key)
     if row is None:
         raise NotFound(f"There is no delivery {key!r}.", "Use a key that `antiphon deliveries` shows.")
-    if not await tx.do(SQL.requeue, n=row["n"], now=now):
+    if not await tx.do(SQL.requeue, n=row["n"], now=now, expires_at=now + DELIVERY_LIFETIME_MS):
         raise Conflict(
-            f"Delivery {key!r} is {row['state']}.", "Retry only dead, ambiguous or blocked deliveries."
+            f"Delivery {key!r} is {row['state']}.",
+            "Retry only dead, ambiguous, blocked or expired deliveries.",
         )
+    await tx.do(SQL.delete_parts_if_none_sent, delivery=row["n"])
+    await tx.do(SQL.restart_parts, delivery=row["n"])
     after = await tx.one(SQL.by_key, key=key)
     assert after is not None
     return after

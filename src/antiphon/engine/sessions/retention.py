@@ -25,6 +25,7 @@ SQL = Queries("retention")
 OLD_RECORD_QUERIES = (
     SQL.delete_old_exchanges,
     SQL.delete_old_tasks,
+    SQL.delete_old_delivery_parts,
     SQL.delete_old_deliveries,
     SQL.delete_old_chains,
     SQL.delete_old_commands,

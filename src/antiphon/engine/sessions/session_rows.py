@@ -315,6 +315,7 @@ async def delete_session(tx: Tx, session: int, key: str, now: int) -> None:
     await tx.do(SQL.delete_runs, id=session)
     await tx.do(SQL.delete_notes, id=session)
     await tx.do(EXCHANGES_SQL.clear_texts, session=session)
+    await tx.do(DELIVERIES_SQL.clear_part_texts, session=session)
     await tx.do(DELIVERIES_SQL.clear_texts, session=session)
     await tx.do(SQL.delete_lineage, id=session)
     await tx.do(SQL.delete_names, id=session)

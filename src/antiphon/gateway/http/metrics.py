@@ -184,7 +184,12 @@ def _collect_store_metrics(status: SystemStatus) -> Iterable[Metric]:
     )
     description = "Waiting time of the oldest run that could start if a replica took it."
     yield _build_gauge("antiphon_store_idle_seconds", description, status.oldest_unclaimed_run_seconds)
-    deliveries = {"pending": status.pending, "ambiguous": status.ambiguous, "dead": status.dead}
+    deliveries = {
+        "pending": status.pending,
+        "ambiguous": status.ambiguous,
+        "dead": status.dead,
+        "expired": status.expired,
+    }
     yield _build_gauge(
         "antiphon_store_deliveries", "Deliveries that have not reached people.", deliveries, "state"
     )

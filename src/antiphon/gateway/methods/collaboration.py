@@ -88,7 +88,7 @@ async def list_spawnable_agents(call: MethodCall, params: NoParams) -> dict[str,
 
 
 class DeliveryListParams(Params, frozen=True):
-    state: Literal["pending", "sending", "delivered", "blocked", "ambiguous", "dead"] | None = None
+    state: Literal["pending", "sending", "delivered", "blocked", "ambiguous", "expired", "dead"] | None = None
     limit: Annotated[int, Meta(ge=1, le=500)] = 50
     cursor: str | None = None
 
@@ -104,5 +104,5 @@ class DeliveryRetryParams(Params, frozen=True):
 
 @rpc_method("deliveries.retry", ADMIN_SCOPE, DeliveryRetryParams)
 async def retry_delivery(call: MethodCall, params: DeliveryRetryParams) -> DeliveryView:
-    """Send a dead, blocked or ambiguous delivery again. Rejected while it is pending, so one request sends it once."""
+    """Send a dead, blocked, ambiguous or expired delivery again. Rejected while it is pending."""
     return await call.operations.deliveries.retry(call.caller, params.key)

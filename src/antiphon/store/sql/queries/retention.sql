@@ -16,8 +16,14 @@ DELETE FROM tasks WHERE n IN
 -- name: delete_old_deliveries
 -- Dead and ambiguous deliveries stay until an operator has dealt with them.
 DELETE FROM deliveries WHERE n IN
-  (SELECT n FROM deliveries WHERE state IN ('delivered', 'blocked') AND settled_at < :before
-   ORDER BY settled_at LIMIT :limit);
+  (SELECT n FROM deliveries WHERE state IN ('delivered', 'blocked', 'expired') AND settled_at < :before
+   ORDER BY settled_at, n LIMIT :limit);
+
+-- name: delete_old_delivery_parts
+-- The parts of the same deliveries; they are deleted first.
+DELETE FROM delivery_parts WHERE delivery IN
+  (SELECT n FROM deliveries WHERE state IN ('delivered', 'blocked', 'expired') AND settled_at < :before
+   ORDER BY settled_at, n LIMIT :limit);
 
 -- name: delete_old_chains
 -- A chain with active work keeps its count, however old it is: the count is what ends it.

@@ -12,4 +12,5 @@ SELECT (SELECT count(*) FROM (SELECT 1 FROM runs WHERE state = 'queued' AND sess
        (SELECT count(*) FROM owners WHERE lease_until > :now) AS replicas,
        (SELECT count(*) FROM (SELECT 1 FROM deliveries WHERE state = 'pending' LIMIT :most) w) AS pending,
        (SELECT count(*) FROM (SELECT 1 FROM deliveries WHERE state = 'ambiguous' LIMIT :most) u) AS ambiguous,
-       (SELECT count(*) FROM (SELECT 1 FROM deliveries WHERE state = 'dead' LIMIT :most) d) AS dead;
+       (SELECT count(*) FROM (SELECT 1 FROM deliveries WHERE state = 'dead' LIMIT :most) d) AS dead,
+       (SELECT count(*) FROM (SELECT 1 FROM deliveries WHERE state = 'expired' LIMIT :most) e) AS expired;
