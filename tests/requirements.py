@@ -146,6 +146,11 @@ CONTRACT: dict[str, tuple[Part, str]] = {
         "A turn that was stopped or failed stays one in the prompt, apart from the next question.",
     ),
     "W9": ("gateway", "Streaming costs what is said, and a change of a session its row once."),
+    "M2": (
+        "gateway",
+        "MCP clients use the session tools and transcripts at /mcp and over stdio, in both generations, with the rights"
+        " of a token, as an operator or as a named session; waits fit clients' patience.",
+    ),
     "T8": ("tools", "A typed Python function marked with antiphon.tool is a tool, loaded from tools.python."),
     "B1": (
         "tools",

@@ -20,6 +20,8 @@ from typing import Any, Literal, cast
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from mcp.client.client import Client as McpClient
+from mcp.shared.exceptions import MCPError
 
 from antiphon import keys
 from antiphon.access import Action, Caller, Visibility
@@ -34,6 +36,10 @@ from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.sessions.session_rows import NewSession
 from antiphon.engine.toolbox import Tool, Toolbox, ToolOutput, ToolRequest
 from antiphon.errors import AntiphonError, Forbidden, SpawnRefused
+from antiphon.gateway.auth import LOCAL_ADMIN_IDENTITY
+from antiphon.gateway.mcp import SessionProvider
+from antiphon.gateway.state import GatewayState
+from antiphon.mcp.server.protocol import build_server
 from antiphon.operations.context import OperationContext
 from antiphon.operations.operations import Operations
 from antiphon.operations.types import SpawnRequest
@@ -261,6 +267,7 @@ class AgentsDirectory:
     door: SessionResolver
     tools: Mapping[str, Tool]
     actors: SessionIdentityResolver
+    gateway: GatewayState
 
     def caller(self, fact: Fact) -> Caller:
         return self.actors.resolve(
@@ -270,6 +277,13 @@ class AgentsDirectory:
     async def use(self, tool: str, caller: Caller, **arguments: Any) -> ToolOutput:
         call = ToolRequest(caller=caller, run_id="run", call_id="call", arguments=arguments)
         return await self.tools[tool].invoke(call)
+
+    @asynccontextmanager
+    async def connect_mcp(self, fact: Fact) -> AsyncGenerator[McpClient]:
+        """Open an MCP client that acts as this session, with an administrator's token."""
+        provider = SessionProvider(self.gateway, LOCAL_ADMIN_IDENTITY, fact.key)
+        async with McpClient(build_server(provider)) as client:
+            yield client
 
     async def allows(self, caller: Caller, action: Action, reference: str) -> bool:
         try:
@@ -282,7 +296,7 @@ class AgentsDirectory:
 @asynccontextmanager
 async def open_agents_directory(config: Config, path: Path) -> AsyncGenerator[AgentsDirectory]:
     async with open_test_store(path) as store:
-        door = SessionResolver(config)
+        door, toolbox = SessionResolver(config), Toolbox()
         operations = Operations(
             OperationContext(
                 config=config,
@@ -292,11 +306,31 @@ async def open_agents_directory(config: Config, path: Path) -> AsyncGenerator[Ag
                 session_resolver=door,
                 worker=None,
                 state_dir=path,
-                toolbox=Toolbox(),
+                toolbox=toolbox,
             )
         )
         tools = {tool.spec.name: tool for tool in create_session_tools(operations)}
-        yield AgentsDirectory(store, door, tools, SessionIdentityResolver(config, door, Toolbox()))
+        for tool in tools.values():
+            toolbox.add(tool)
+        actors = SessionIdentityResolver(config, door, Toolbox())
+        yield AgentsDirectory(store, door, tools, actors, _make_gateway(config, store, operations, toolbox))
+
+
+def _make_gateway(config: Config, store: Store, operations: Operations, toolbox: Toolbox) -> GatewayState:
+    """The parts of a gateway that decide what a client is offered."""
+    unused: Any = None
+    app = App(
+        operations=operations,
+        toolbox=toolbox,
+        coordination=unused,
+        config=config,
+        clock=SystemClock(),
+        publish_address=unused,
+        preload_libraries=unused,
+        examine_commands=unused,
+        store=store,
+    )
+    return GatewayState(app=app, authenticator=unused, state_dir=Path(), started_at=0)
 
 
 @pytest.mark.requirement(
@@ -305,6 +339,7 @@ async def open_agents_directory(config: Config, path: Path) -> AsyncGenerator[Ag
     "V3",
     "G30",
     "G37",
+    "M2",
     "SEC5",
     "H5",
     "003-visibility-default",
@@ -346,8 +381,43 @@ async def _check_reach(office: AgentsDirectory, configuration: Settings, me: Fac
         for action in cast(tuple[Action, ...], ("send", "control")):
             allowed = await office.allows(caller, action, it.key)
             assert allowed is may(configuration, me, action, it), (action, me.key, it.key)
+    await _check_mcp(office, me, listed, facts)
     for label in "alpha", "beta":
         await _check_label(office, caller, label, [it for it in facts if it.session_id in shown])
+
+
+async def _check_mcp(office: AgentsDirectory, me: Fact, listed: ToolOutput, facts: list[Fact]) -> None:
+    """Through MCP it is shown, reads and is refused exactly the same, as tools and as resources."""
+    async with office.connect_mcp(me) as client:
+        offered = {tool.name for tool in (await client.list_tools()).tools}
+        if "sessions_history" not in offered:  # a sub-agent has no session tools
+            assert offered == set()
+            assert (await client.list_resources()).resources == []
+            for it in facts:
+                with pytest.raises(MCPError):
+                    await client.call_tool("sessions_history", {"sessionKey": it.key})
+                with pytest.raises(MCPError):
+                    await client.read_resource(_history_uri(it))
+            return
+        again = await client.call_tool("sessions_list", {"limit": 200})
+        assert again.structured_content == listed.details
+        resources = {resource.uri for resource in (await client.list_resources()).resources}
+        caller = office.caller(me)
+        for it in facts:
+            direct = await office.use("sessions_history", caller, sessionKey=it.key)
+            told = await client.call_tool("sessions_history", {"sessionKey": it.key})
+            assert (told.structured_content, told.is_error) == (direct.details, direct.is_error)
+            if direct.is_error:
+                with pytest.raises(MCPError):
+                    await client.read_resource(_history_uri(it))
+            else:
+                [content] = (await client.read_resource(_history_uri(it))).contents
+                assert getattr(content, "text", None) == direct.text
+        assert len(resources) == len(listed.details["sessions"])
+
+
+def _history_uri(it: Fact) -> str:
+    return f"antiphon://sessions/{it.key}/history"
 
 
 async def _check_history(

@@ -131,6 +131,10 @@ ROUTES: dict[tuple[str, str], tuple[str, Any]] = {
     ("GET", "/metrics"): (READ, None),
     ("GET", "/sessions/{key:path}/history"): (READ, None),
     ("GET", "/v1/models"): (READ, None),
+    ("POST", "/mcp"): (
+        READ,
+        {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "sessions_list"}},
+    ),
     ("POST", "/sessions/{key:path}/kill"): (WRITE, {}),
     ("POST", "/tools/invoke"): (
         WRITE,
@@ -183,7 +187,7 @@ async def test_every_route_is_in_the_table(gateway: GatewayFixture) -> None:
     }
     plain = {(method, path.replace("{key:path}", "{key}")) for method, path in ROUTES}
     assert documented <= plain
-    assert plain - documented <= {("GET", "/health"), ("GET", "/ready")}
+    assert plain - documented <= {("GET", "/health"), ("GET", "/ready"), ("POST", "/mcp")}
 
 
 # --- the stage: a gateway with something in it that could be changed ---
@@ -366,6 +370,7 @@ async def test_every_route_does_what_the_table_says_and_nothing_when_refused(
 ) -> None:
     async with _stage(tmp_path, mode) as gateway, gateway.http() as http:
         http.headers.clear()
+        http.headers["Accept"] = "*/*"
         headers = _headers(gateway, mode, scope)
         before = dump_database(gateway.database)
         for route, (needed, _) in ROUTES.items():
@@ -388,6 +393,7 @@ async def test_every_route_does_what_the_table_says_and_nothing_when_refused(
 async def test_nothing_but_what_is_public_is_answered_without_credentials(tmp_path: Path, mode: str) -> None:
     async with _stage(tmp_path, mode) as gateway, gateway.http() as http:
         http.headers.clear()
+        http.headers["Accept"] = "*/*"
         before = dump_database(gateway.database)
         for headers in (
             {},

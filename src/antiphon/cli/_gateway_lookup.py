@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from antiphon.cli._options import Settings
-from antiphon.errors import ConfigError, InvalidInput, Unauthorized
+from antiphon.errors import ConfigError, InvalidInput, Unauthorized, Unavailable
 from antiphon.gateway import discovery
 from antiphon.gateway.discovery import DiscoveryRecord
 from antiphon.paths import REPLICAS_DIRECTORY_NAME, expand_home
@@ -21,6 +21,7 @@ from antiphon.store.statedir import StateDir
 
 if TYPE_CHECKING:
     from antiphon.client.connection import Site
+    from antiphon.mcp.server.stdio import Endpoint
 
 
 def find_running_gateway(state_dir: Path) -> DiscoveryRecord | None:
@@ -59,6 +60,24 @@ def find_named_gateways(settings: Settings) -> list[Site]:
     """Return the gateways named by the user, in the order in which they are tried."""
     token = _read_given_token(settings)
     return [_make_site(_to_websocket_url(url), token) for url in settings.named_gateways]
+
+
+def find_mcp_endpoints(settings: Settings) -> list[Endpoint]:
+    """Return where MCP is served, by the gateways that a command should use.
+
+    Raises:
+        Unavailable: no gateway runs on the state directory, and none was named.
+    """
+    from antiphon.mcp.server.stdio import Endpoint
+
+    state_dir = settings.paths.state_dir
+    sites = find_named_gateways(settings) or [site for site in [find_gateway(settings)] if site]
+    if not sites:
+        raise Unavailable(
+            f"No gateway is running in {str(state_dir)!r}.",
+            "Start one with `antiphon up`, or name one with --url.",
+        )
+    return [Endpoint(f"http{site.url.removeprefix('ws').rstrip('/')}/mcp", site.secret) for site in sites]
 
 
 def find_local_gateways(state_dir: Path) -> Iterator[DiscoveryRecord]:

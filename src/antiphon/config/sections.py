@@ -555,6 +555,12 @@ class GatewayHttp(Section):
     endpoints: HttpEndpoints = Field(default_factory=HttpEndpoints.model_construct)
 
 
+class GatewayMcp(Section):
+    """Sessions for MCP clients, at `/mcp`."""
+
+    enabled: bool = True
+
+
 class ControlUi(Section):
     """The web interface."""
 
@@ -574,6 +580,7 @@ class GatewayConfig(Section):
     auth: GatewayAuth = Field(default_factory=GatewayAuth.model_construct)
     tools: GatewayTools = Field(default_factory=GatewayTools.model_construct)
     http: GatewayHttp = Field(default_factory=GatewayHttp.model_construct)
+    mcp: GatewayMcp = Field(default_factory=GatewayMcp.model_construct)
     control_ui: ControlUi = Field(default_factory=ControlUi.model_construct)
 
 

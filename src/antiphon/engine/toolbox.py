@@ -77,6 +77,8 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     after_crash: Literal["settle", "report"] = "report"
     has_side_effects: bool = True
     """Whether calling it changes anything; read-only tools may be offered more freely."""
+    is_destructive: bool = False
+    """Whether a call can end or remove something that others rely on."""
     reaches_sessions: bool = False
     """Whether it accesses other sessions; sub-agents get such tools only if configured."""
     runs_in_gateway: bool = True

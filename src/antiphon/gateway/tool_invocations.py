@@ -86,7 +86,7 @@ async def invoke_tool(
             f"Tool {name!r} asks a person before this call, which only works in a conversation.",
             "Ask the agent to make the call.",
         )
-    return await _call_tool(tool, call)
+    return await call_tool(tool, call)
 
 
 def _find_offered_tool(gateway: GatewayState, name: str, tools: Mapping[str, Tool]) -> Tool:
@@ -125,9 +125,10 @@ def _build_arguments(tool: Tool, invocation: ToolInvocation) -> dict[str, Any]:
     return arguments
 
 
-async def _call_tool(tool: Tool, call: ToolRequest) -> InvocationOutcome:
+async def call_tool(tool: Tool, call: ToolRequest) -> InvocationOutcome:
+    """Call a tool for a client. Refusals and failures are results; only errors of the store are raised."""
     name = tool.spec.name
-    seconds = TOOL_TIMEOUT_SECONDS + _get_requested_wait_seconds(tool, call.arguments)
+    seconds = TOOL_TIMEOUT_SECONDS + get_requested_wait_seconds(tool, call.arguments)
     try:
         async with asyncio.timeout(seconds):
             result = await run_with_cancel_grace(tool.invoke(call))
@@ -143,7 +144,7 @@ async def _call_tool(tool: Tool, call: ToolRequest) -> InvocationOutcome:
     return InvocationOutcome(result, 200)
 
 
-def _get_requested_wait_seconds(tool: Tool, arguments: Mapping[str, Any]) -> float:
+def get_requested_wait_seconds(tool: Tool, arguments: Mapping[str, Any]) -> float:
     """Return how long the arguments ask the tool to wait; the tool enforces its `timeoutSeconds` itself."""
     schema = tool.spec.parameters.get("properties", {}).get("timeoutSeconds")
     if schema is None:

@@ -244,13 +244,17 @@ class SubagentOperations:
             return None
 
     async def find(
-        self, caller: Caller, target: str | None, recent_minutes: int = DEFAULT_RECENT_MINUTES
+        self,
+        caller: Caller,
+        target: str | None,
+        session: str = "current",
+        recent_minutes: int = DEFAULT_RECENT_MINUTES,
     ) -> TaskView:
-        """Return the sub-agent of the caller's session that a name refers to, as in the list."""
+        """Return the sub-agent of a session that a name refers to, as in the list."""
         return _choose_subagent(
             target,
             await self._context.store.read(
-                self._load_subagents, caller, "current", self._compute_since(recent_minutes)
+                self._load_subagents, caller, session, self._compute_since(recent_minutes)
             ),
         )
 

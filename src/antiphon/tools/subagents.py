@@ -49,14 +49,18 @@ def subagents(operations: Operations) -> Tool:
         match arguments.action:
             case "list":
                 return _build_list(
-                    await operations.subagents.list(call.caller, recent_minutes=arguments.recent_minutes)
+                    await operations.subagents.list(
+                        call.caller, _get_own_session(call), recent_minutes=arguments.recent_minutes
+                    )
                 )
             case "kill":
                 return await _kill(operations, call, arguments)
             case "steer":
                 return await _steer(operations, call, arguments)
 
-    return build_tool("subagents", TOOL_DESCRIPTION, SubagentsArguments, run, has_side_effects=True)
+    return build_tool(
+        "subagents", TOOL_DESCRIPTION, SubagentsArguments, run, has_side_effects=True, is_destructive=True
+    )
 
 
 def _build_list(found: list[TaskView]) -> dict[str, Any]:
@@ -109,7 +113,11 @@ def _build_row(number: int, task: TaskView) -> dict[str, Any]:
 
 async def _kill(operations: Operations, call: ToolRequest, arguments: SubagentsArguments) -> dict[str, Any]:
     killed = await operations.subagents.kill(
-        call.caller, arguments.target, recent_minutes=arguments.recent_minutes, key=_derive_request_id(call)
+        call.caller,
+        arguments.target,
+        _get_own_session(call),
+        arguments.recent_minutes,
+        key=_derive_request_id(call),
     )
     if killed.finished is not None:
         return _build_finished_answer("kill", killed.finished)
@@ -124,7 +132,9 @@ async def _steer(operations: Operations, call: ToolRequest, arguments: Subagents
     run_id = _derive_request_id(call)
     name = await operations.subagents.find_steered(call.caller, run_id)
     if name is None:
-        task = await operations.subagents.find(call.caller, arguments.target, arguments.recent_minutes)
+        task = await operations.subagents.find(
+            call.caller, arguments.target, _get_own_session(call), arguments.recent_minutes
+        )
         if task.phase == "settled":
             return _build_finished_answer("steer", task.name)
         name = task.name
@@ -139,6 +149,11 @@ async def _steer(operations: Operations, call: ToolRequest, arguments: Subagents
         )
         await operations.messages.steer(call.caller, message, RequestOrigin(call.run_id, call.key))
     return {"status": "accepted", "action": "steer", "runId": run_id, "label": name}
+
+
+def _get_own_session(call: ToolRequest) -> str:
+    """Return the session whose sub-agents are meant; an operator's spawns report to the default agent's main one."""
+    return "main" if call.caller.is_operator else "current"
 
 
 def _derive_request_id(call: ToolRequest) -> str:

@@ -123,7 +123,7 @@ async def read_json(
 ) -> T:
     """Return the body decoded as `shape`. A body over `max_bytes` bytes is rejected without being kept."""
     _check_media_type(request.headers.get("content-type"))
-    body = await _read_body(request, max_bytes)
+    body = await read_body(request, max_bytes)
     try:
         return msgspec.json.decode(body, type=shape)
     except msgspec.ValidationError as error:
@@ -145,7 +145,8 @@ def _check_media_type(header: str | None) -> None:
         )
 
 
-async def _read_body(request: Request, max_bytes: int) -> bytes:
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the body, which must not have more than `max_bytes` bytes and must arrive in time."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _build_too_large_error(int(declared), max_bytes)  # the server discards the rest

@@ -26,6 +26,7 @@ from antiphon.gateway.http import history, responses
 from antiphon.gateway.http.hooks import HookEndpoints
 from antiphon.gateway.http.metrics import Metrics
 from antiphon.gateway.http.responses import StreamSlots, build_json_response
+from antiphon.gateway.mcp import McpEndpoint
 from antiphon.gateway.openai import common
 from antiphon.gateway.state import GatewayState
 from antiphon.operations.types import Readiness
@@ -75,6 +76,7 @@ class HttpRoutes:
             *self._build_session_routes(),
             *self._build_hook_routes(),
             *self._build_openai_routes(),
+            self._build_mcp_route(),
             self._build_fallback_route(),
         ]
 
@@ -157,6 +159,12 @@ class HttpRoutes:
                 f"{base}/wake", **({"POST": self._require_hook_token(hooks.post_wake)} if on else off)
             ),
         ]
+
+    def _build_mcp_route(self) -> BaseRoute:
+        if not self._gateway.app.config.gateway.mcp.enabled:
+            return self._build_route("/mcp", **_build_disabled_endpoints("gateway.mcp.enabled"))
+        endpoint = McpEndpoint(self._gateway, self.slots)
+        return self._build_route("/mcp", POST=self._require_identity(endpoint.post))
 
     def _build_fallback_route(self) -> BaseRoute:
         return Route("/{path:path}", RouteHandler("*", {}, self.metrics))
