@@ -353,7 +353,7 @@ async def test_the_document_describes_every_route(http_gateway: HttpGatewayFixtu
     described = (await http_gateway.http.get("/openapi.json")).json()
     assert described["openapi"] == "3.1.0"
     routed = {route.path.replace("{key:path}", "{key}") for route in http_gateway.web.routes}  # pyright: ignore
-    aliases = {"/health", "/ready", "/v1/{path:path}", "/{path:path}"}
+    aliases = {"/health", "/ready", "/v1/{path:path}", "/{path:path}", "/mcp"}
     assert set(described["paths"]) == routed - aliases
     assert msgspec.json.encode(described)
 

@@ -1,7 +1,7 @@
 """The OpenAPI 3.1 document of the HTTP API.
 
 Schemas are generated from the structs that the routes read and return. The document has every route, including those
-disabled in the configuration (they answer 404).
+disabled in the configuration (they answer 404), except `/mcp`, which another specification describes.
 """
 
 from __future__ import annotations
