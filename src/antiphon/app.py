@@ -13,9 +13,9 @@ import os
 import socket
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import msgspec
 
@@ -34,7 +34,11 @@ from antiphon.engine.outbox.sender import Outbox
 from antiphon.engine.replicas import Replica
 from antiphon.engine.runs.lifecycle import Claim
 from antiphon.engine.runs.run_loop import RunSetup
-from antiphon.engine.sessions.identity import SessionIdentityResolver
+from antiphon.engine.sessions.identity import (
+    SessionIdentity,
+    SessionIdentityResolver,
+    get_answering_model,
+)
 from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.sessions.retention import RetentionPolicy
 from antiphon.engine.supervisor import EngineTimings
@@ -49,6 +53,7 @@ from antiphon.state_access import create_operations, open_operations_readonly
 from antiphon.store import CommitPhase, Store
 from antiphon.store.factory import open_store
 from antiphon.store.statedir import StateDir
+from antiphon.tool_selection import ToolAudience
 from antiphon.tools import (
     create_chat_tools,
     create_command_launcher,
@@ -60,6 +65,9 @@ from antiphon.transfers.mirror import TranscriptMirror, remove_mark
 from antiphon.workspace.bootstrap import BootstrapReader
 from antiphon.workspace.sandbox import Sandboxes
 from antiphon.workspace.sandbox_pruning import SandboxPruner
+
+if TYPE_CHECKING:
+    from antiphon.mcp.servers import McpServers
 
 __all__ = ["MAX_TOOL_RESULT_CHARACTERS", "App", "open_app", "open_app_operations", "open_operations_readonly"]
 
@@ -95,6 +103,8 @@ class App(msgspec.Struct, frozen=True):
     examine_commands: Callable[[], None]
     """Finds out in the background which agents can run commands (`CommandLauncher.begin_examination`)."""
     store: Store
+    mcp_servers: McpServers | None = None
+    """The configured MCP servers. Without any, their client is not even imported."""
 
     @property
     def bus(self) -> EventBus:
@@ -125,6 +135,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
             toolbox, session_resolver = Toolbox(), SessionResolver(config)
             sandboxes = Sandboxes(config, home.path)
             launcher = create_command_launcher(config, sandboxes, home.path)
+            mcp_servers = _create_mcp_servers(config, home.path, clock, toolbox, sandboxes)
             load_run_setup = _RunSetupLoader(
                 config,
                 runtimes,
@@ -132,6 +143,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 await store.tx(framing.load_installation_secret),
                 home.path,
                 launcher.wait_until_examined,
+                mcp_servers,
             )
             engine = _build_engine(config, store, coordination, load_run_setup, session_resolver, options)
             scheduler = Scheduler(
@@ -177,9 +189,12 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 toolbox.add(tool)
             for tool in await _load_configured_tools(config, toolbox.names):
                 toolbox.add(tool)
+            if mcp_servers is not None:
+                await mcp_servers.load()
             for warning in find_lists_without_tools(config, sorted(toolbox.names)):
                 log.warning("%s", warning)
             async with (
+                aclosing(mcp_servers) if mcp_servers is not None else nullcontext(),
                 aclosing(launcher),
                 aclosing(command_tools.commands),
                 _run_mirror(mirror, home),
@@ -197,7 +212,18 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                     preload_libraries=runtimes.preload_libraries,
                     examine_commands=launcher.begin_examination,
                     store=store,
+                    mcp_servers=mcp_servers,
                 )
+
+
+def _create_mcp_servers(
+    config: Config, state_dir: Path, clock: Clock, toolbox: Toolbox, sandboxes: Sandboxes
+) -> McpServers | None:
+    if not config.enabled_mcp_servers:
+        return None
+    from antiphon.mcp.servers import McpServers  # noqa: PLC0415
+
+    return McpServers(config, state_dir, clock, toolbox, sandboxes.wrap)
 
 
 async def _load_configured_tools(config: Config, reserved_names: Collection[str]) -> list[Tool]:
@@ -290,10 +316,13 @@ class _RunSetupLoader:
         secret: bytes,
         state_dir: Path,
         wait_until_examined: Callable[[], Awaitable[None]],
+        mcp_servers: McpServers | None,
     ) -> None:
+        self._config = config
         self._secret = secret
         self._bootstrap = BootstrapReader(state_dir)
         self._wait_until_examined = wait_until_examined
+        self._mcp_servers = mcp_servers
         self._runtimes = runtimes
         self._agents = {agent_id: config.get_agent(agent_id) for agent_id in config.agent_ids}
         self._identities = identities
@@ -317,6 +346,8 @@ class _RunSetupLoader:
                 runtime, self._get_subagent_slots(spec.provider if spec else None)
             )
         await self._wait_until_examined()
+        if self._mcp_servers is not None:
+            await self._mcp_servers.prepare_run(agent.tools.selection)
         identity = self._identities.resolve(
             agent.id,
             claim.session_key,
@@ -340,6 +371,7 @@ class _RunSetupLoader:
                 claim,
                 nonce,
                 await self._bootstrap.read(agent, claim.session_key),
+                self._describe_mcp_servers(agent, claim, identity, nonce),
             ),
             tools=identity.tools,
             max_steps=agent.max_steps,
@@ -352,12 +384,25 @@ class _RunSetupLoader:
             model=spec.model if spec else None,
         )
 
+    def _describe_mcp_servers(
+        self, agent: AgentConfig, claim: Claim, identity: SessionIdentity, nonce: str
+    ) -> str:
+        if self._mcp_servers is None:
+            return ""
+        audience = ToolAudience(
+            model=get_answering_model(self._config, agent.id, claim.model),
+            is_sandboxed=identity.caller.sandboxed,
+        )
+        return self._mcp_servers.describe_for_run(identity.tools, agent.tools.selection, audience, nonce)
+
     def _get_subagent_slots(self, provider: str | None) -> asyncio.Semaphore:
         return self._subagent_slots.setdefault(provider, asyncio.Semaphore(self._max_subagent_steps))
 
 
-def _build_instructions(agent: AgentConfig, claim: Claim, nonce: str, workspace_texts: str) -> str:
+def _build_instructions(
+    agent: AgentConfig, claim: Claim, nonce: str, workspace_texts: str, mcp_texts: str
+) -> str:
     own = agent.instructions or f"You are {agent.name or agent.id}, a helpful assistant."
     here = f"This conversation is the session {keys.display_full_key(claim.session_key)!r}."
-    parts = [own, workspace_texts, here, framing.explain_frames(nonce), claim.instructions]
+    parts = [own, workspace_texts, here, framing.explain_frames(nonce), mcp_texts, claim.instructions]
     return "\n\n".join(filter(None, parts))

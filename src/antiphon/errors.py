@@ -145,6 +145,12 @@ class SandboxUnavailable(Unavailable):
     who = "operator"
 
 
+class McpServerUnavailable(Unavailable):
+    """An MCP server cannot be used; `data['server']` names it. A run fails with it if the server is required."""
+
+    code = "mcp_server_unavailable"
+
+
 class RunContinues(Unavailable):
     """The gateway is stopping, but the run was accepted; a retry without the same idempotency key starts another."""
 

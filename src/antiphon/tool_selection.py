@@ -46,6 +46,9 @@ BUILTIN_TOOL_NAMES = (
 )
 """Antiphon's own tools, which profiles select from. Others may be added elsewhere."""
 
+MCP_TOOL_PREFIX = "mcp__"
+MCP_TOOL_PATTERN = f"{MCP_TOOL_PREFIX}*"
+
 GROUP_PREFIX = "group:"
 TOOL_GROUPS: dict[str, tuple[str, ...]] = {
     "group:fs": FILE_TOOL_NAMES,
@@ -57,6 +60,7 @@ TOOL_GROUPS: dict[str, tuple[str, ...]] = {
     "group:messaging": MESSAGING_TOOL_NAMES,
     "group:sessions": tuple(name for name in SESSION_TOOL_NAMES if name not in AGENT_TOOL_NAMES),
     "group:agents": AGENT_TOOL_NAMES,
+    "group:mcp": (MCP_TOOL_PATTERN,),
     "group:openclaw": tuple(
         name for name in BUILTIN_TOOL_NAMES if name not in (*FILE_TOOL_NAMES, *RUNTIME_TOOL_NAMES)
     ),

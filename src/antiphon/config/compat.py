@@ -25,6 +25,7 @@ _SANDBOX_KEYS = "browser perSession ssh"
 _TOOL_KEYS = "codeMode elevated message swarm toolsBySender"
 _LOOP_KEYS = "detectors detectorCooldownMs postCompactionGuard repeatThreshold unknownToolThreshold"
 _EXEC_KEYS = "approvalRunningNoticeMs commandHighlighting mode node reviewer safeBinProfiles strictInlineEval"
+_MCP_SERVER_KEYS = "alwaysAllow autoApprove connectionTimeoutMs description icon"
 _ENDPOINT_KEYS = "files images maxBodyBytes maxImageParts maxTotalImageBytes maxUrlParts"
 _AGENT_KEYS = (
     "contextInjection contextLimits contextTokens"
@@ -37,7 +38,7 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
     for place, keys in {
         "": (
             "acp approvals audio auth bindings broadcast browser canvasHost cli commands"
-            " crestodian diagnostics discovery env logging mcp media memory messages meta"
+            " crestodian diagnostics discovery env logging media memory messages meta"
             " nodeHost plugins proxy secrets skills talk ui update web wizard"
         ),
         "session": "groupScope heartbeatIdleMinutes parentForkMaxTokens typingIntervalSeconds typingMode",
@@ -67,6 +68,10 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
         "tools.exec": _EXEC_KEYS,
         "agents.list.[].tools.exec": _EXEC_KEYS,
         "tools.web.fetch": "cacheTtlMinutes firecrawl maxCharsCap provider readability",
+        "mcp": "allowed excluded serverCommand",
+        "mcp.servers.*": _MCP_SERVER_KEYS,
+        "mcpServers.*": _MCP_SERVER_KEYS,
+        "tools.mcpServers.*": _MCP_SERVER_KEYS,
         "models": "bedrockDiscovery pricing proxy",
         "models.providers.*": "auth authHeader injectNumCtxForOpenAICompat request",
         "models.providers.*.models.[]": "compat headers params",

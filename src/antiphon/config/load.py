@@ -157,6 +157,11 @@ def _check_harmless(
     }
     if config.tools.python:
         found["tools.python"] = "names code to run"
+    found |= {
+        key: "names a program to run"
+        for key, _, server in config.list_mcp_servers()
+        if server.command is not None
+    }
     found |= {key: "may contain a password" for key in _list_urls_with_credentials(config)}
     for key, what in found.items():
         raise ConfigError(

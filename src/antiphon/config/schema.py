@@ -15,6 +15,7 @@ from antiphon.config.agents import (
     merge_agent,
 )
 from antiphon.config.base import Section
+from antiphon.config.mcp import McpConfig, McpServerConfig, McpServers
 from antiphon.config.secrets import Secret
 from antiphon.config.sections import (
     PUBLIC_PROVIDER_KEY_VARIABLES,
@@ -56,6 +57,11 @@ class Config(Section):
     agents: AgentsConfig = Field(default_factory=AgentsConfig.model_construct)
     tools: ToolsConfig = Field(default_factory=ToolsConfig.model_construct)
     models: ModelsConfig = Field(default_factory=ModelsConfig.model_construct)
+    mcp: McpConfig = Field(default_factory=McpConfig.model_construct)
+    mcp_servers: McpServers = Field(
+        default_factory=dict[str, McpServerConfig],
+        description="Servers as other programs write them: `mcp.servers`.",
+    )
     channels: dict[str, dict[str, Any]] = Field(
         default_factory=dict[str, dict[str, Any]],
         repr=False,
@@ -180,6 +186,24 @@ class Config(Section):
             hint,
             model=ref[:MAX_SHOWN_NAME_CHARACTERS],
         )
+
+    def list_mcp_servers(self) -> list[tuple[str, str, McpServerConfig]]:
+        """Every MCP server with its path and its name, wherever it is written."""
+        places = {
+            "mcp.servers": self.mcp.servers,
+            "mcpServers": self.mcp_servers,
+            "tools.mcpServers": self.tools.mcp_servers,
+        }
+        return [
+            (f"{place}.{name}", name, server)
+            for place, servers in places.items()
+            for name, server in servers.items()
+        ]
+
+    @cached_property
+    def enabled_mcp_servers(self) -> McpServers:
+        """The MCP servers to use, by their names."""
+        return {name: server for _, name, server in self.list_mcp_servers() if server.is_enabled}
 
     def list_model_choices(self) -> Iterator[tuple[str, ModelChoice]]:
         """Yields every model choice in the config with its path."""

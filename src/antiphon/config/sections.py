@@ -25,6 +25,7 @@ from antiphon.config.base import (
     Text,
 )
 from antiphon.config.compat import ToolNames
+from antiphon.config.mcp import McpServerConfig, McpServers
 from antiphon.config.secrets import SECRET_MASK, Secret
 from antiphon.messages import Locale
 from antiphon.paths import expand_home
@@ -448,6 +449,10 @@ class ToolsConfig(Section):
     allow: ToolNames | None = Field(default=None, description="Default: every tool of the profile.")
     also_allow: ToolNames = Field(default=(), description="Added to the profile and to `allow`.")
     deny: ToolNames = ()
+    mcp_servers: McpServers = Field(
+        default_factory=dict[str, McpServerConfig],
+        description="As `mcp.servers`, where other programs have it.",
+    )
     python: Annotated[tuple[PythonTarget, ...], Strict(False)] = Field(
         default=(),
         description="Python functions marked with `@antiphon.tool`: `./file.py:name` or `package.module:name`.",

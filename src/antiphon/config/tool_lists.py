@@ -15,6 +15,7 @@ from antiphon.tool_selection import (
     BUILTIN_TOOL_NAMES,
     EMPTY_TOOL_GROUPS,
     GROUP_PREFIX,
+    MCP_TOOL_PREFIX,
     TOOL_GROUPS,
     ToolScope,
     matches_any_pattern,
@@ -48,7 +49,12 @@ def find_tool_list_warnings(config: Config) -> Iterator[str]:
 def find_lists_without_tools(config: Config, existing_names: Sequence[str]) -> Iterator[str]:
     """Yield a warning for each restriction that matches none of the tools that exist in this gateway."""
     for listed in _iterate_tool_lists(config):
-        if listed.is_restriction and listed.names and not _matches_any(existing_names, listed.names):
+        if (
+            listed.is_restriction
+            and listed.names
+            and not _matches_any(existing_names, listed.names)
+            and not _names_mcp_tools(config, listed.names)
+        ):
             yield _describe_empty_restriction(listed, existing_names)
 
 
@@ -67,7 +73,16 @@ def _explain_empty_restriction(config: Config, listed: _ToolList) -> str | None:
     """Return a warning for a list that matches no existing tool, unless tools may come from elsewhere."""
     if config.tools.python or not listed.names or _matches_any(BUILTIN_TOOL_NAMES, listed.names):
         return None
+    if _names_mcp_tools(config, listed.names):
+        return None
     return _describe_empty_restriction(listed, BUILTIN_TOOL_NAMES)
+
+
+def _names_mcp_tools(config: Config, names: Sequence[str]) -> bool:
+    """Whether a list names tools of MCP servers, which are known only when the servers have listed them."""
+    return bool(config.enabled_mcp_servers) and any(
+        name.startswith(MCP_TOOL_PREFIX) or matches_any_pattern(MCP_TOOL_PREFIX, [name]) for name in names
+    )
 
 
 def _describe_empty_restriction(listed: _ToolList, existing_names: Sequence[str]) -> str:

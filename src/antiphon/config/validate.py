@@ -11,6 +11,7 @@ from antiphon.config.addresses import check_store_url, is_ip, is_loopback, parse
 from antiphon.config.agents import merge_loop_detection
 from antiphon.config.compat import find_unused_keys
 from antiphon.config.errors import Problem
+from antiphon.config.mcp_checks import check_servers
 from antiphon.config.sandbox import merge_sandbox
 from antiphon.config.schema import Config
 from antiphon.config.sections import (
@@ -48,6 +49,7 @@ def find_contradictions(config: Config) -> list[Problem]:
         *_check_exec(config),
         *_check_sandbox_networks(config),
         *_check_loop_detection(config),
+        *check_servers(config.list_mcp_servers()),
     ]
 
 

@@ -7,7 +7,7 @@ is reported to the model as interrupted and never repeated.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -135,10 +135,26 @@ class Toolbox:
     def __init__(self) -> None:
         self._tools: dict[str, Tool] = {}
         self._permitted: dict[tuple[object, ...], dict[str, Tool]] = {}
+        self._groups: dict[str, list[str]] = {}
+        self.version = 0
+        """A number that changes with the tools, for what is computed from them."""
 
     def add(self, tool: Tool) -> None:
         self._tools[tool.spec.name] = tool
+        self._forget_selections()
+
+    def replace_group(self, group: str, tools: Iterable[Tool]) -> None:
+        """Replace the tools of a group, which may change at any time. A tool with a taken name is left out."""
+        for name in self._groups.pop(group, ()):
+            del self._tools[name]
+        added = {tool.spec.name: tool for tool in tools if tool.spec.name not in self._tools}
+        self._tools.update(added)
+        self._groups[group] = list(added)
+        self._forget_selections()
+
+    def _forget_selections(self) -> None:
         self._permitted.clear()
+        self.version += 1
 
     @property
     def tools(self) -> Mapping[str, Tool]:

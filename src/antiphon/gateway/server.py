@@ -149,6 +149,8 @@ async def _run_server(
         await gateway.app.publish_address(url)
         gateway.app.preload_libraries()
         gateway.app.examine_commands()
+        if gateway.app.mcp_servers is not None:
+            gateway.app.mcp_servers.begin_warm_up()
         yield ListeningGateway(url, gateway, hub, task)
     finally:
         with suppress(OSError):

@@ -347,10 +347,15 @@ def _decode(path: str, data: bytes) -> str:
     raise InvalidInput(f"{path!r} is not a text file in UTF-8.", "Use a text file.", field="path")
 
 
-def _build_image(path: str, data: bytes) -> ImageFile | None:
-    mime_type = next((kind for signature, kind in _IMAGE_SIGNATURES if data.startswith(signature)), None)
+def find_image_type(data: bytes) -> str | None:
+    """Return the type of an image that models take, or None if it is none."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        mime_type = "image/webp"
+        return "image/webp"
+    return next((kind for signature, kind in _IMAGE_SIGNATURES if data.startswith(signature)), None)
+
+
+def _build_image(path: str, data: bytes) -> ImageFile | None:
+    mime_type = find_image_type(data)
     if mime_type is None:
         return None
     if len(data) > MAX_IMAGE_BYTES:

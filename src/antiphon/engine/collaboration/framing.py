@@ -115,6 +115,13 @@ def frame_messages(messages: Sequence[Message], nonce: str) -> list[Message]:
     return [frame_message(message, nonce) for message in messages]
 
 
+def frame_text(source: str, text: str, nonce: str) -> str:
+    """Return a text of another program between markers; `source` is a sentence that says where it comes from."""
+    return (
+        f"{_blank_nonce(source, nonce)}\n<<<data {nonce}>>>\n{_blank_nonce(text, nonce)}\n<<<end {nonce}>>>"
+    )
+
+
 def quote_name(name: str) -> str:
     """Quote a key, channel or label for a prompt: shortened, without line breaks or control characters."""
     visible = "".join(char for char in name if unicodedata.category(char) not in _CONTROL_CATEGORIES)

@@ -48,12 +48,19 @@ class SessionIdentityResolver:
         The configuration may require a sandbox that the row does not have yet.
         """
         identity = self._resolve_permitted(
-            agent_id, session_key, sandboxed=sandboxed, envelope=envelope, model=model
+            self._toolbox.version, agent_id, session_key, sandboxed=sandboxed, envelope=envelope, model=model
         )
         return identity._replace(tools=drop_unavailable_tools(agent_id, identity.tools))
 
     def _resolve_permitted_uncached(
-        self, agent_id: str, session_key: str, *, sandboxed: bool, envelope: str | None, model: str | None
+        self,
+        _toolbox_version: int,
+        agent_id: str,
+        session_key: str,
+        *,
+        sandboxed: bool,
+        envelope: str | None,
+        model: str | None,
     ) -> SessionIdentity:
         """Return the identity with all permitted tools, including those that cannot be used now."""
         permissions = self._permission_resolver.resolve(agent_id, session_key, envelope)

@@ -1,0 +1,243 @@
+"""OAuth of MCP servers: tokens that outlive a restart, and a login that needs a person.
+
+The library forgets when a stored token expires and where its authorization server is, and would then open a browser
+instead of refreshing. Both are stored here. The gateway itself never starts a login: without a usable token a server is
+in the state `needs_auth`, until `antiphon mcp login` has stored one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import msgspec
+from mcp.client.auth.exceptions import OAuthFlowError
+from mcp.client.auth.oauth2 import OAuthClientProvider
+from mcp.client.auth.utils import extract_field_from_www_auth
+from mcp.shared.auth import (
+    AuthorizationCodeResult,
+    OAuthClientInformationFull,
+    OAuthClientMetadata,
+    OAuthMetadata,
+    OAuthToken,
+    ProtectedResourceMetadata,
+)
+from pydantic import AnyUrl
+
+from antiphon.config.mcp import McpOAuth
+from antiphon.mcp.listings import write_private_file
+from antiphon.mcp.logins import locate_login_file, read_login_version
+
+UNAUTHORIZED_STATUS, FORBIDDEN_STATUS, MIN_SERVER_ERROR_STATUS = 401, 403, 500
+EXPIRY_MARGIN_SECONDS = 30.0  # a token that expires sooner is refreshed before it is used
+
+
+class AuthorizationRequired(Exception):
+    """A person must log in. The text completes "It needs a login: …"."""
+
+
+class StoredLogin(msgspec.Struct, kw_only=True, rename="camel"):
+    """What a login leaves on disk. Tokens and clients are as the library writes them."""
+
+    url: str
+    tokens: dict[str, Any] | None = None
+    expires_at: float | None = None
+    client: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    resource: dict[str, Any] | None = None
+    authorization_server: str | None = None
+
+
+class LoginFile:
+    """The login of one server, in a file that only its owner can read."""
+
+    def __init__(self, state_dir: Path, server: str, url: str) -> None:
+        self._path = locate_login_file(state_dir, server)
+        self._state_dir, self._server, self._url = state_dir, server, url
+
+    def load(self) -> StoredLogin:
+        """Return what is stored; nothing if it belongs to another address."""
+        try:
+            login = msgspec.json.decode(self._path.read_bytes(), type=StoredLogin)
+        except (OSError, msgspec.MsgspecError):
+            return StoredLogin(url=self._url)
+        return login if login.url == self._url else StoredLogin(url=self._url)
+
+    def save(self, login: StoredLogin) -> None:
+        write_private_file(self._path, msgspec.json.encode(login))
+
+    def remove(self) -> bool:
+        """Forget the login. False if there was none."""
+        existed = self._path.exists()
+        self._path.unlink(missing_ok=True)
+        return existed
+
+    @property
+    def version(self) -> int | None:
+        """A number that changes with the file; None if there is none."""
+        return read_login_version(self._state_dir, self._server)
+
+
+class _Storage:
+    """The library's interface to a login file."""
+
+    def __init__(self, file: LoginFile, settings: McpOAuth) -> None:
+        self.file = file
+        self.login = StoredLogin(url="")
+        self._settings = settings
+
+    async def load(self) -> None:
+        self.login = await asyncio.to_thread(self.file.load)
+
+    async def save(self) -> None:
+        await asyncio.to_thread(self.file.save, self.login)
+
+    async def get_tokens(self) -> OAuthToken | None:
+        return None if self.login.tokens is None else OAuthToken.model_validate(self.login.tokens)
+
+    async def set_tokens(self, tokens: OAuthToken) -> None:
+        self.login.tokens = tokens.model_dump(mode="json", exclude_none=True)
+        self.login.expires_at = None if tokens.expires_in is None else time.time() + tokens.expires_in
+        await self.save()
+
+    async def get_client_info(self) -> OAuthClientInformationFull | None:
+        if self._settings.client_id is None:
+            stored = self.login.client
+            return None if stored is None else OAuthClientInformationFull.model_validate(stored)
+        secret = self._settings.client_secret
+        revealed = None if secret is None else await asyncio.to_thread(secret.reveal)
+        return OAuthClientInformationFull(
+            client_id=self._settings.client_id,
+            client_secret=revealed,
+            redirect_uris=None,
+            token_endpoint_auth_method="none" if revealed is None else "client_secret_post",
+        )
+
+    async def set_client_info(self, client_info: OAuthClientInformationFull) -> None:
+        self.login.client = client_info.model_dump(mode="json", exclude_none=True)
+        await self.save()
+
+
+class OAuthSession(OAuthClientProvider):
+    """Adds a server's token to requests, and refreshes it before it expires or when it is refused."""
+
+    def __init__(
+        self,
+        url: str,
+        settings: McpOAuth,
+        file: LoginFile,
+        *,
+        redirect_uri: str = "http://127.0.0.1/callback",
+        open_page: Callable[[str], Awaitable[None]] | None = None,
+        wait_for_code: Callable[[], Awaitable[AuthorizationCodeResult]] | None = None,
+    ) -> None:
+        self._storage = _Storage(file, settings)
+        self._is_interactive = open_page is not None
+        self._loaded_version: int | None = -1
+        super().__init__(
+            url,
+            OAuthClientMetadata(
+                client_name="Antiphon",
+                redirect_uris=[AnyUrl(redirect_uri)],
+                grant_types=["authorization_code", "refresh_token"],
+                response_types=["code"],
+                scope=settings.scope,
+                token_endpoint_auth_method="none" if settings.client_secret is None else "client_secret_post",
+            ),
+            self._storage,
+            open_page,
+            wait_for_code,
+        )
+
+    async def _initialize(self) -> None:
+        """Load what is stored, with what the library leaves out."""
+        self._loaded_version = self._storage.file.version
+        await self._storage.load()
+        await super()._initialize()
+        login, context = self._storage.login, self.context
+        context.token_expiry_time = (
+            None if login.expires_at is None else login.expires_at - EXPIRY_MARGIN_SECONDS
+        )
+        if login.metadata is not None:
+            context.oauth_metadata = OAuthMetadata.model_validate(login.metadata)
+        if login.resource is not None:
+            context.protected_resource_metadata = ProtectedResourceMetadata.model_validate(login.resource)
+        context.auth_server_url = login.authorization_server
+
+    def _auth_flow(self, request: httpx2.Request) -> AsyncGenerator[httpx2.Request, httpx2.Response]:
+        return self._log_in(request) if self._is_interactive else self._use_login(request)
+
+    async def _log_in(self, request: httpx2.Request) -> AsyncGenerator[httpx2.Request, httpx2.Response]:
+        """The library's flow, which asks a person, and then stores where the tokens came from."""
+        flow = super()._auth_flow(request)
+        try:
+            outgoing = await flow.__anext__()
+            while True:
+                outgoing = await flow.asend((yield outgoing))
+        except StopAsyncIteration:
+            await self._keep_addresses()
+        finally:
+            await flow.aclose()
+
+    async def _use_login(self, request: httpx2.Request) -> AsyncGenerator[httpx2.Request, httpx2.Response]:
+        """Send a request with the stored token. Only a refresh is made under the lock, so that calls run side by side.
+
+        Raises:
+            AuthorizationRequired: there is no token that the server takes.
+        """
+        context = self.context
+        async with context.lock:
+            if not self._initialized or self._storage.file.version != self._loaded_version:
+                await self._initialize()
+            if not context.is_token_valid() and context.can_refresh_token():
+                await self._take_refreshed((yield await self._refresh_token()))
+        used = context.current_tokens
+        self._add_auth_header(request)
+        response = yield request
+        if response.status_code == FORBIDDEN_STATUS:
+            if extract_field_from_www_auth(response, "error") == "insufficient_scope":
+                raise AuthorizationRequired("the login does not cover what the server asks for")
+            return
+        if response.status_code != UNAUTHORIZED_STATUS:
+            return
+        async with context.lock:
+            if context.current_tokens is used:  # else another request has refreshed it meanwhile
+                if not context.can_refresh_token():
+                    raise AuthorizationRequired("there is none" if used is None else "the server refuses it")
+                await self._take_refreshed((yield await self._refresh_token()))
+        self._add_auth_header(request)
+        response = yield request
+        if response.status_code == UNAUTHORIZED_STATUS:
+            raise AuthorizationRequired("the server refuses it, although it was renewed")
+
+    async def _take_refreshed(self, response: httpx2.Response) -> None:
+        before = self.context.current_tokens
+        if response.status_code >= MIN_SERVER_ERROR_STATUS:
+            raise httpx2.ConnectError(f"the authorization server answered with status {response.status_code}")
+        if not await self._handle_refresh_response(response):
+            self.context.current_tokens = before
+            raise AuthorizationRequired("it has expired, and the authorization server does not renew it")
+        if self.context.token_expiry_time is not None:
+            self.context.token_expiry_time -= EXPIRY_MARGIN_SECONDS
+        self._loaded_version = self._storage.file.version
+
+    async def _keep_addresses(self) -> None:
+        """Store where the tokens came from, which a refresh after a restart needs."""
+        context, login = self.context, self._storage.login
+        login.metadata = _dump(context.oauth_metadata)
+        login.resource = _dump(context.protected_resource_metadata)
+        login.authorization_server = context.auth_server_url
+        await self._storage.save()
+
+
+def _dump(model: OAuthMetadata | ProtectedResourceMetadata | None) -> dict[str, Any] | None:
+    return None if model is None else model.model_dump(mode="json", exclude_none=True)
+
+
+def describe_flow_error(error: OAuthFlowError) -> str:
+    """Return why a login failed."""
+    return str(error)[:300] or type(error).__name__

@@ -1,0 +1,104 @@
+"""Turns what servers list into tools of agents: their names, and which are offered."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from antiphon.config.mcp import McpServerConfig
+from antiphon.mcp.listings import ListedTool, Listing
+from antiphon.tool_selection import MCP_TOOL_PREFIX
+
+MAX_OFFERED_NAME_CHARACTERS = 64
+NAME_HASH_CHARACTERS = 8
+RESOURCES_LIST_NAME, RESOURCES_READ_NAME = "resources_list", "resources_read"
+_UNUSABLE_CHARACTERS = re.compile(r"[^A-Za-z0-9_-]")
+
+OfferKind = Literal["tool", "resources_list", "resources_read"]
+
+
+class Offer(NamedTuple):
+    """A tool of a server under the name that models call it by."""
+
+    name: str
+    server: str
+    tool: ListedTool
+    kind: OfferKind = "tool"
+
+
+def build_prefix(server: str) -> str:
+    """Return how the names of a server's tools begin."""
+    return f"{MCP_TOOL_PREFIX}{_UNUSABLE_CHARACTERS.sub('_', server)}__"
+
+
+def list_offers(servers: Mapping[str, McpServerConfig], listings: Mapping[str, Listing]) -> list[Offer]:
+    """Return the tools to offer, each under a name of its own."""
+    found: list[tuple[str, ListedTool, OfferKind]] = [
+        (server, tool, kind)
+        for server, config in servers.items()
+        if server in listings
+        for tool, kind in _list_tools(listings[server])
+        if config.offers(tool.name)
+    ]
+    taken = Counter(_build_name(server, tool.name) for server, tool, _ in found)
+    offers: dict[str, Offer] = {}
+    for server, tool, kind in found:
+        name = _build_name(server, tool.name)
+        is_exact = name == f"{MCP_TOOL_PREFIX}{server}__{tool.name}"
+        if len(name) > MAX_OFFERED_NAME_CHARACTERS or (taken[name] > 1 and not is_exact) or name in offers:
+            name = _cut_name(name, server, tool.name)
+        offers.setdefault(name, Offer(name, server, tool, kind))
+    return list(offers.values())
+
+
+def _build_name(server: str, tool: str) -> str:
+    return build_prefix(server) + _UNUSABLE_CHARACTERS.sub("_", tool)
+
+
+def _cut_name(name: str, server: str, tool: str) -> str:
+    digest = hashlib.sha256(f"{server}\0{tool}".encode(errors="replace")).hexdigest()[:NAME_HASH_CHARACTERS]
+    return f"{name[: MAX_OFFERED_NAME_CHARACTERS - NAME_HASH_CHARACTERS - 1]}_{digest}"
+
+
+def _list_tools(listing: Listing) -> Iterator[tuple[ListedTool, OfferKind]]:
+    """Yield the tools of a server and, if it has resources, those to list and read them."""
+    names = {tool.name for tool in listing.tools}
+    for tool in listing.tools:
+        yield tool, "tool"
+    if listing.has_resources:
+        if RESOURCES_LIST_NAME not in names:
+            yield _RESOURCES_LIST_TOOL, "resources_list"
+        if RESOURCES_READ_NAME not in names:
+            yield _RESOURCES_READ_TOOL, "resources_read"
+
+
+def _describe_text(description: str) -> dict[str, Any]:
+    return {"type": "string", "description": description}
+
+
+_RESOURCES_LIST_TOOL = ListedTool(
+    name=RESOURCES_LIST_NAME,
+    description="List the resources of this server, such as files and records.",
+    parameters={
+        "type": "object",
+        "properties": {"cursor": _describe_text("Of the page before, for the next page.")},
+        "additionalProperties": False,
+    },
+    only_reads=True,
+    is_idempotent=True,
+)
+_RESOURCES_READ_TOOL = ListedTool(
+    name=RESOURCES_READ_NAME,
+    description="Read a resource of this server.",
+    parameters={
+        "type": "object",
+        "properties": {"uri": _describe_text("The address of the resource, as it is listed.")},
+        "required": ["uri"],
+        "additionalProperties": False,
+    },
+    only_reads=True,
+    is_idempotent=True,
+)

@@ -1,0 +1,42 @@
+"""What is known of a request that has no answer: whether the server can have acted on it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+KEY_META_NAME = "antiphon/idempotencyKey"
+"""The name in `_meta` of a call's key: the same key means the same call."""
+NOT_SENT_CODE, NO_ANSWER_CODE = -32098, -32097
+"""Codes of errors that this side makes up for a request over HTTP that got no answer."""
+MAX_RECORDED_REQUESTS = 10_000
+
+
+class RequestLost(Exception):
+    """A request has no answer and will not get one. The text completes "The connection was lost: …"."""
+
+    def __init__(self, reason: str, *, was_sent: bool) -> None:
+        super().__init__(reason)
+        self.was_sent = was_sent
+
+
+class SentRequests:
+    """The keys of calls that were written as a whole."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, None] = {}
+
+    def record(self, message: object) -> None:
+        params: object = getattr(message, "params", None)
+        meta: object = cast("dict[str, Any]", params).get("_meta") if isinstance(params, dict) else None
+        key: object = cast("dict[str, Any]", meta).get(KEY_META_NAME) if isinstance(meta, dict) else None
+        if isinstance(key, str):
+            self._keys[key] = None
+            if len(self._keys) > MAX_RECORDED_REQUESTS:
+                del self._keys[next(iter(self._keys))]
+
+    def discard(self, key: str) -> None:
+        self._keys.pop(key, None)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._keys

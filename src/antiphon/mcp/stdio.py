@@ -1,0 +1,182 @@
+"""The stdio transport: one JSON-RPC message per line, over the pipes of a process that the launcher has started.
+
+Lines are bounded, and so is the time that a server takes to read what is written to it. Whether a request was written
+as a whole is recorded, since a server that died before cannot have acted on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+import mcp_types
+from mcp.client._transport import TransportStreams
+from mcp.shared.message import SessionMessage
+
+from antiphon.mcp.listings import clean_text
+from antiphon.mcp.processes import ServerCommand, ServerProcess, ServerProcesses
+from antiphon.mcp.requests import MAX_MESSAGE_BYTES, SentRequests
+
+log = logging.getLogger(__name__)
+
+WRITE_TIMEOUT_SECONDS = 30.0
+READ_BYTES = 256 * 1024
+MAX_KEPT_ERROR_BYTES = 4096
+MAX_SHOWN_ERROR_CHARACTERS = 300
+
+
+class ErrorOutput:
+    """The end of what a server has printed to its error output, which tells a person why it failed."""
+
+    def __init__(self) -> None:
+        self._kept = b""
+
+    def append(self, data: bytes) -> None:
+        self._kept = (self._kept + data)[-MAX_KEPT_ERROR_BYTES:]
+
+    @property
+    def last_line(self) -> str:
+        lines = self._kept.decode(errors="replace").strip().splitlines()
+        return clean_text(lines[-1], MAX_SHOWN_ERROR_CHARACTERS) if lines else ""
+
+
+class StdioTransport:
+    """Starts a server when it is opened, and ends its whole process tree when it is closed."""
+
+    def __init__(
+        self,
+        processes: ServerProcesses,
+        build_command: Callable[[], Awaitable[ServerCommand]],
+        sent: SentRequests,
+    ) -> None:
+        self._processes = processes
+        self._build_command = build_command
+        self._sent = sent
+        self.closed = asyncio.Event()
+        self.errors = ErrorOutput()
+        self.fault: str | None = None
+        """Why the connection was closed, if this side did it."""
+
+    @asynccontextmanager
+    async def open(self) -> AsyncGenerator[TransportStreams]:
+        command = await self._build_command()
+        process = await self._processes.start(command)
+        incoming, incoming_reader = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+        outgoing, outgoing_reader = anyio.create_memory_object_stream[SessionMessage](0)
+        os.set_blocking(process.stdin, False)
+        try:
+            async with (
+                anyio.create_task_group() as tasks,
+                _open_pipe(process.stdout) as stdout,
+                _open_pipe(process.stderr) as stderr,
+            ):
+
+                async def read_messages() -> None:
+                    try:
+                        async with incoming:
+                            await self._read_messages(stdout, incoming.send)
+                    except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+                        pass  # nothing reads any more
+                    finally:
+                        self.closed.set()
+
+                async def write_messages() -> None:
+                    async with outgoing_reader:
+                        async for message in outgoing_reader:
+                            if not await self._write_message(process, message):
+                                break
+                    self.closed.set()
+                    await incoming.aclose()  # so that no request waits for an answer that cannot come
+
+                tasks.start_soon(read_messages)
+                tasks.start_soon(write_messages)
+                tasks.start_soon(self._keep_errors, stderr)
+                try:
+                    yield incoming_reader, outgoing
+                finally:
+                    tasks.cancel_scope.cancel()
+        finally:
+            self.closed.set()
+            os.close(process.stdin)
+            for stream in (incoming, incoming_reader, outgoing, outgoing_reader):
+                stream.close()
+            with anyio.CancelScope(shield=True):
+                await self._processes.stop(process)
+
+    async def _read_messages(
+        self, stdout: asyncio.StreamReader, deliver: Callable[[SessionMessage], Awaitable[None]]
+    ) -> None:
+        unfinished: list[bytes] = []
+        size = 0
+        while data := await stdout.read(READ_BYTES):
+            *lines, rest = data.split(b"\n")
+            for line in lines:
+                whole = b"".join([*unfinished, line])
+                unfinished, size = [], 0
+                if whole.strip() and (message := _parse_message(whole)) is not None:
+                    await deliver(message)
+            unfinished.append(rest)
+            size += len(rest)
+            if size > MAX_MESSAGE_BYTES:
+                self.fault = f"it sent a message of more than {MAX_MESSAGE_BYTES} bytes"
+                return
+
+    async def _write_message(self, process: ServerProcess, message: SessionMessage) -> bool:
+        """Write a message. False if the server does not take it."""
+        text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_SECONDS):
+                await _write_all(process.stdin, text.encode(errors="replace") + b"\n")
+        except TimeoutError:
+            self.fault = f"it has read nothing for {WRITE_TIMEOUT_SECONDS:.0f} s"
+            return False
+        except OSError:
+            return False
+        self._sent.record(message.message)
+        return True
+
+    async def _keep_errors(self, stderr: asyncio.StreamReader) -> None:
+        while data := await stderr.read(READ_BYTES):
+            self.errors.append(data)
+
+
+@asynccontextmanager
+async def _open_pipe(descriptor: int) -> AsyncGenerator[asyncio.StreamReader]:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=READ_BYTES)
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
+    )
+    try:
+        yield reader
+    finally:
+        transport.close()
+
+
+async def _write_all(descriptor: int, data: bytes) -> None:
+    loop = asyncio.get_running_loop()
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[os.write(descriptor, left) :]
+        except BlockingIOError:
+            writable = loop.create_future()
+            loop.add_writer(descriptor, lambda future=writable: future.done() or future.set_result(None))
+            try:
+                await writable
+            finally:
+                loop.remove_writer(descriptor)
+
+
+def _parse_message(line: bytes) -> SessionMessage | None:
+    """Return a message; None for what is none, such as a log that a server prints there by mistake."""
+    try:
+        message = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
+    except ValueError:
+        log.debug("An MCP server printed %d bytes that are not a message", len(line))
+        return None
+    return SessionMessage(message)
