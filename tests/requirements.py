@@ -161,6 +161,11 @@ CONTRACT: dict[str, tuple[Part, str]] = {
         "A sandbox counts only if it was examined from inside; `sandbox: require` is refused without one. An agent that"
         " is a Python function is never sandboxed: such a configuration is a warning, and such a run is refused.",
     ),
+    "M1": (
+        "tools",
+        "Tools of MCP servers over stdio and HTTP, with headers and OAuth, are offered as mcp__server__tool; a server"
+        " that cannot be used hides only its own tools and is named.",
+    ),
     "C": ("core", "Configuration: JSON5, errors that name the path, secrets by reference, a JSON Schema."),
     "R": ("core", "Commands: self-explaining, --json, one-sentence errors, documented exit codes."),
 }
@@ -339,6 +344,19 @@ WORK: dict[str, tuple[Part, str]] = {
         "No secret of the gateway's environment, configuration or arguments is found in a sandbox.",
     ),
     "AT11": ("tools", "However links are swapped, no byte outside the workspace is read or written."),
+    "AT16": (
+        "tools",
+        "There are never more processes of MCP servers than servers and scopes, and none is left behind.",
+    ),
+    "AT17": (
+        "tools",
+        "The first call after a restart of an MCP server succeeds; a call that it may have received is never repeated.",
+    ),
+    "AT18": (
+        "tools",
+        "An MCP server that is down affects neither the others nor the start, and model and operator read why; a login"
+        " survives restarts.",
+    ),
     "AT15": (
         "tools",
         "A write or an edit on a version that was not seen is refused; of two writers none is lost.",

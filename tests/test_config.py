@@ -532,6 +532,11 @@ READ_WITHIN = {
     "tools.fs.workspaceOnly": "file tools always stay inside; only false is warned about",
     "agents.defaults.sandbox.network": "only 'none' is accepted",
     "agents.list.[].sandbox.network": "only 'none' is accepted",
+    **{
+        f"{place}.*.{key}": "by the methods of McpServerConfig"
+        for place in ("mcp.servers", "mcpServers", "tools.mcpServers")
+        for key in ("disabled", "disabledTools", "enabledTools", "transport", "workingDirectory")
+    },
 }
 
 

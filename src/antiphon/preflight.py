@@ -123,10 +123,8 @@ def _replace_secrets(config: Config) -> Config:
     return config.model_copy(update={"models": config.models.model_copy(update={"providers": providers})})
 
 
-def build_toolbox(
-    config: Config, python_tools: Sequence[Tool], sandboxes: Sandboxes | None = None
-) -> Toolbox:
-    """Return the tools that a gateway with this configuration has. They cannot be called.
+def build_toolbox(config: Config, added_tools: Sequence[Tool], sandboxes: Sandboxes | None = None) -> Toolbox:
+    """Return the tools that a gateway with this configuration has, with those that it adds. They cannot be called.
 
     Commands count as available, unless `sandboxes` has found out that they are not.
     """
@@ -151,7 +149,7 @@ def build_toolbox(
     command_tools = create_command_tools(
         config, launcher, _NoStore(), LocalBus(), SystemClock(), Path()
     ).tools
-    for tool in (*work_tools, *command_tools, *create_session_tools(operations), *chat_tools, *python_tools):
+    for tool in (*work_tools, *command_tools, *create_session_tools(operations), *chat_tools, *added_tools):
         toolbox.add(tool)
     return toolbox
 

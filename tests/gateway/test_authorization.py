@@ -60,6 +60,7 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "question.list": (READ, {}),
     "logs.tail": (READ, {}),
     "tools.catalog": (READ, {}),
+    "mcp.status": (READ, {}),
     "tools.effective": (READ, {"sessionKey": MAIN}),
     "sessions.list": (READ, {}),
     "sessions.resolve": (READ, {"key": MAIN}),

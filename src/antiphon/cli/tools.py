@@ -13,7 +13,7 @@ from antiphon.cli._options import Settings, common_options
 if TYPE_CHECKING:
     from antiphon.config import Config
     from antiphon.engine.sessions.identity import ToolExplanation
-    from antiphon.engine.toolbox import Toolbox
+    from antiphon.engine.toolbox import Tool, Toolbox
 
 
 @click.command(
@@ -103,4 +103,9 @@ async def _build_toolbox(
         if commands.host == "sandbox" and commands.security != "deny":
             await sandboxes.find_status(agent_id)
     python_tools = await asyncio.to_thread(load_python_tools, config.tools.python)
-    return build_toolbox(config, python_tools, sandboxes)
+    mcp_tools: list[Tool] = []
+    if config.enabled_mcp_servers:
+        from antiphon.mcp.servers import build_known_tools
+
+        mcp_tools = await asyncio.to_thread(build_known_tools, config, settings.paths.state_dir)
+    return build_toolbox(config, [*python_tools, *mcp_tools], sandboxes)

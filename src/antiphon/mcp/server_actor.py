@@ -59,7 +59,13 @@ class WrapCommand(Protocol):
     """Returns the command line that runs a program in the sandbox of a session (`Sandboxes.wrap`)."""
 
     async def __call__(
-        self, caller: Caller, command: list[str], *, workdir: str | None, env: Mapping[str, str]
+        self,
+        caller: Caller,
+        command: list[str],
+        *,
+        workdir: str | None,
+        env: Mapping[str, str],
+        has_proxy: bool,
     ) -> SandboxedCommand: ...
 
 
@@ -305,7 +311,7 @@ class ServerActor:
             return ServerCommand(argv=argv, cwd=str(cwd), env=build_environment(configured))
         assert caller is not None and self._surroundings.wrap_command is not None
         wrapped = await self._surroundings.wrap_command(
-            caller, argv, workdir=config.directory, env=configured
+            caller, argv, workdir=config.directory, env=configured, has_proxy=False
         )
         return ServerCommand(argv=wrapped.argv, cwd="/", env=wrapped.env, files=wrapped.files)
 

@@ -342,20 +342,31 @@ def _describe_stdio_end(transport: StdioTransport, reason: str) -> str:
 def describe_failure(error: BaseException) -> tuple[str, bool]:
     """Return why a connection failed, and whether a login is needed. Errors come in groups within groups."""
     leaves = list(_list_leaves(error))
-    for leaf in leaves:
-        if isinstance(leaf, AuthorizationRequired):
-            return f"it needs a login ({leaf})", True
-    for leaf in leaves:
-        if isinstance(leaf, AntiphonError):
-            return f"{leaf.what} {leaf.hint}", False
-        if isinstance(leaf, MCPError):
-            return clean_text(leaf.error.message, MAX_REASON_CHARACTERS), False
-    for leaf in leaves:
-        if isinstance(leaf, TimeoutError):
-            return "it did not answer in time", False
-        if isinstance(leaf, ValidationError):
-            return "it does not speak the protocol", False
+    described = [(_describe_error(leaf), leaf) for leaf in leaves]
+    for reason, leaf in described:
+        if reason is not None:
+            return reason, isinstance(leaf, AuthorizationRequired)
     return f"the connection broke ({type(leaves[0]).__name__ if leaves else type(error).__name__})", False
+
+
+def _describe_error(error: BaseException) -> str | None:
+    reason: str | None = None
+    match error:
+        case AuthorizationRequired():
+            reason = f"it needs a login ({error})"
+        case AntiphonError():
+            reason = f"{error.what} {error.hint}"
+        case MCPError() if error.error.code == mcp_types.CONNECTION_CLOSED:
+            reason = "it ended, or closed the connection"
+        case MCPError():
+            reason = clean_text(error.error.message, MAX_REASON_CHARACTERS)
+        case TimeoutError():
+            reason = "it did not answer in time"
+        case ValidationError():
+            reason = "what it says does not follow the protocol"
+        case _:
+            pass
+    return reason
 
 
 def _list_leaves(error: BaseException) -> Iterator[BaseException]:

@@ -120,9 +120,17 @@ class Sandboxes:
         return selected is not None and selected.backend is not None
 
     async def wrap(
-        self, caller: Caller, command: Sequence[str], *, workdir: str | None, env: Mapping[str, str]
+        self,
+        caller: Caller,
+        command: Sequence[str],
+        *,
+        workdir: str | None,
+        env: Mapping[str, str],
+        has_proxy: bool = True,
     ) -> SandboxedCommand:
         """Return the command line that runs a command in the sandbox of the caller's session.
+
+        Without `has_proxy` it has no network, whatever the agent's settings say.
 
         Raises:
             SandboxUnavailable: no backend works; the error names the cure.
@@ -137,7 +145,7 @@ class Sandboxes:
         cwd = _resolve_workdir(workspace, workdir)
         numbers = await asyncio.to_thread(self._prepare_directories, agent, workspace, cwd)
         try:
-            python = self._find_proxy_python(agent)
+            python = self._find_proxy_python(agent) if has_proxy else None
             await self._attest(selected.backend, workspace.mounts, numbers)
         except BackendFailed as error:
             raise SandboxUnavailable(
