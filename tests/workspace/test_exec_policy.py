@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from antiphon.command_patterns import matches_pattern
+from antiphon.config import parse
+from antiphon.errors import ConfigError
 from antiphon.workspace.exec_policy import Ask, ExecRules, Security, decide, parse_command
 
 GRANTED = ("git", "status", "--short")
@@ -40,7 +45,7 @@ GRANTED = ("git", "status", "--short")
 )
 def test_rules_decide(security: Security, ask: Ask, command: str, decision: str) -> None:
     rules = ExecRules(
-        security=security, ask=ask, allowed_programs=["ls", "/opt/*"], granted_commands={GRANTED}
+        security=security, ask=ask, allowed_commands=["ls", "/opt/*"], granted_commands={GRANTED}
     )
     assert decide(command, rules) == decision
 
@@ -101,7 +106,88 @@ def test_only_the_same_words_are_granted(before: str, after: str) -> None:
 
 @given(st.lists(st.text(alphabet="ab/.-_='\" \t", min_size=1, max_size=8), min_size=1, max_size=4))
 def test_a_parsed_command_has_the_words_a_shell_would_see(words: list[str]) -> None:
-    import shlex
-
     parsed = parse_command(shlex.join(words))
     assert parsed is None or parsed == tuple(words)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "command", "is_covered"),
+    [
+        ("ls", "ls -la src", True),
+        ("ls", "ls", True),
+        ("git", "git", True),
+        ("git", "git status", False),
+        ("git", "git -c core.pager=evil log", False),
+        ("git*", "git -c core.pager=evil log", False),
+        ("*", "git -c core.pager=evil log", False),
+        ("*", "/usr/bin/git log", False),
+        ("*", "ls -la", True),
+        ("/usr/bin/*", "/usr/bin/tar -xf a", False),
+        ("git status", "git status", True),
+        ("git status", "git status -s", False),
+        ("git status", "git -c a=b status", False),
+        ("git status", "/tmp/git status", False),
+        ("git log ...", "git log", True),
+        ("git log ...", "git log main src/app", True),
+        ("git log ...", "git log --output=file", False),
+        ("git log ...", "git log main -p", False),
+        ("git log -p ...", "git log -p main", True),
+        ("git * main", "git log main", True),
+        ("git * main", "git -cx main", False),
+        ("npm run test-*", "npm run test-unit", True),
+        ("npm run test-*", "npm run build", False),
+        ("npm run *", "npm run --script-shell=evil", False),
+        ("npm run --silent=*", "npm run --silent=true", True),
+        ("cat 'a b'", "cat 'a b'", True),
+        ("cat 'a b'", "cat a b", False),
+        ("sh", "sh -c id", False),
+        ("sh ...", "sh script", False),
+        ("python3 *", "python3 evil.py", False),
+        ("python3 -m unittest", "python3 -m unittest", True),
+        ("python3 -m unittest", "python3 -m unittest evil", False),
+        ("make test", "make test", True),
+        ("make test", "make test SHELL=/tmp/evil", False),
+        ("find . -name x", "find . -name x", True),
+        ("find", "find . -delete", False),
+        ("xargs", "xargs", False),
+        ("env", "env", False),
+        ("python*", "python3.11 -c x", False),
+    ],
+)
+def test_an_entry_of_the_list_covers_whole_commands(pattern: str, command: str, is_covered: bool) -> None:
+    rules = ExecRules(security="allowlist", ask="off", allowed_commands=[pattern], safe_programs=())
+    assert (decide(command, rules) == "run") is is_covered
+
+
+WORDS = st.text(alphabet="ab-./=*? ", min_size=1, max_size=6)
+
+
+@given(
+    st.sampled_from(["git", "tar", "npm"]),
+    st.lists(WORDS, max_size=3),
+    st.lists(WORDS, max_size=3),
+    st.booleans(),
+)
+def test_no_entry_covers_an_option_that_it_does_not_begin(
+    program: str, pattern_words: list[str], words: list[str], is_open: bool
+) -> None:
+    pattern = shlex.join([program, *pattern_words]) + (" ..." if is_open else "")
+    if not matches_pattern([program, *words], pattern):
+        return
+    options = [word for word in words if word.startswith("-")]
+    assert len(options) <= sum(word.startswith("-") for word in pattern_words)
+    assert is_open or len(words) == len(pattern_words)
+
+
+@pytest.mark.parametrize("pattern", ["", " ", "'a", "... a", "a ... b", "...", "''"])
+def test_an_entry_that_is_no_command_is_refused(pattern: str) -> None:
+    with pytest.raises(ConfigError, match=r"must be a command such as 'ls' or 'git log \.\.\.'"):
+        parse({"tools": {"exec": {"allowlist": [pattern]}}})
+
+
+def test_entries_that_cover_little_are_a_warning() -> None:
+    listed = ["git", "sh", "python3 *", "ls", "git status", "make test"]
+    _, warnings = parse({"agents": {"list": [{"id": "a", "tools": {"exec": {"allowlist": listed}}}]}})
+    found = [text for text in warnings if "allowlist" in text]
+    assert [text.split("has ")[1].split(",")[0] for text in found] == ["'git'", "'sh'", "'python3 *'"]
+    assert "'agents.list[0].tools.exec.allowlist'" in found[0]

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, ValidationInfo, field_serializer
 
 from antiphon.access import Control, Visibility
+from antiphon.command_patterns import parse_pattern
 from antiphon.config.addresses import mask_url
 from antiphon.config.base import (
     MAX_NUMBER,
@@ -23,6 +24,7 @@ from antiphon.config.base import (
     Section,
     Strings,
     Text,
+    build_expected_error,
 )
 from antiphon.config.compat import ToolNames
 from antiphon.config.mcp import McpServerConfig, McpServers
@@ -345,6 +347,17 @@ class ApplyPatchConfig(Section):
     allow_models: Strings | None = None
 
 
+def _check_command_pattern(value: str) -> str:
+    try:
+        parse_pattern(value)
+    except ValueError as error:
+        raise build_expected_error(f"a command such as 'ls' or 'git log ...'; {error}") from None
+    return value
+
+
+CommandPatterns = Annotated[tuple[Annotated[str, AfterValidator(_check_command_pattern)], ...], Strict(False)]
+
+
 class ExecConfig(Section):
     """The tools `exec` and `process`: commands of agents."""
 
@@ -362,9 +375,10 @@ class ExecConfig(Section):
         description="Whether a person is asked: never, for commands that are not listed, or for all. Default: `off` in"
         " the sandbox, otherwise `on-miss`.",
     )
-    allowlist: Strings | None = Field(
+    allowlist: CommandPatterns | None = Field(
         default=None,
-        description="Programs that may run, by name or absolute path; `*` matches any text.",
+        description="Commands that may run: whole ones such as `git status`, with `*` for a part of a word and `...`"
+        " for further words that are no options; or programs, by name or absolute path.",
     )
     safe_bins: Strings | None = Field(
         default=None,

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any, cast, get_args
 
+from antiphon.command_patterns import has_wildcards, is_wrapper, parse_pattern, runs_programs
 from antiphon.config.addresses import check_store_url, is_ip, is_loopback, parse_bus_addresses
 from antiphon.config.agents import merge_loop_detection
 from antiphon.config.compat import find_unused_keys
@@ -79,6 +80,7 @@ def find_warnings(config: Config) -> Iterator[str]:
             " Set 'apiKey' (Brave Search) or 'searxng.baseUrl' there."
         )
     yield from _warn_exec(config)
+    yield from _warn_allowlists(config)
     yield from _warn_sandboxed_functions(config)
     yield from _warn_container_networks(config)
     yield from _warn_agents_out_of_sight(config)
@@ -385,6 +387,28 @@ def _warn_exec(config: Config) -> Iterator[str]:
                 f"The agent {agent_id!r} runs every command on this machine unasked ('tools.exec'). Set 'ask' to"
                 " 'on-miss', or 'host' to 'sandbox'."
             )
+
+
+def _warn_allowlists(config: Config) -> Iterator[str]:
+    """Warnings for listed programs of which few commands are covered, since they can run others."""
+    levels = [("tools.exec", config.tools.exec)]
+    levels += [
+        (f"agents.list[{n}].tools.exec", agent.tools.exec) for n, agent in enumerate(config.agents.list)
+    ]
+    for path, own in levels:
+        for pattern in own.allowlist or ():
+            program, *arguments = parse_pattern(pattern)
+            if is_wrapper(program) and (not arguments or has_wildcards(pattern)):
+                yield (
+                    f"'{path}.allowlist' has {pattern!r}, but {program!r} runs what its arguments say, so this entry"
+                    " covers nothing. List whole commands without '*' and '...'."
+                )
+            elif not arguments and runs_programs(program):
+                yield (
+                    f"'{path}.allowlist' has {pattern!r}, but arguments can make {program!r} run other programs, so"
+                    f" this entry covers only {program!r} without any. List whole commands, such as"
+                    f" '{program} --version'."
+                )
 
 
 def _warn_container_networks(config: Config) -> Iterator[str]:

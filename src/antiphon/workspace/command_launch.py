@@ -125,7 +125,7 @@ class CommandLauncher:
         rules = ExecRules(
             security=settings.security,
             ask=settings.ask,
-            allowed_programs=settings.allowlist,
+            allowed_commands=settings.allowlist,
             safe_programs=DEFAULT_SAFE_PROGRAMS if settings.safe_bins is None else settings.safe_bins,
             trusted_directories=DEFAULT_TRUSTED_DIRECTORIES
             if settings.safe_bin_trusted_dirs is None

@@ -1,7 +1,8 @@
 """Whether a command may run, must be approved by a person, or is refused. Pure.
 
-A grant (`allow-always`) is for one whole command, word by word. A command that a shell would read as more than its
-words, or that runs another command, is never covered by a grant or a list: it is asked about.
+A grant (`allow-always`) is for one whole command, word by word; a list has patterns of whole commands
+(`command_patterns`). A command that a shell would read as more than its words is never covered by either: it is asked
+about. One that runs another command is covered only if the list has it word by word.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Sequence
-from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Literal
 
 import msgspec
+
+from antiphon.command_patterns import is_wrapper, matches_pattern
 
 Security = Literal["deny", "allowlist", "full"]
 Ask = Literal["off", "on-miss", "always"]
@@ -27,81 +29,6 @@ MAX_PARSED_CHARACTERS = 10_000
 _SHELL_SYNTAX = re.compile(r"[$`;&|<>(){}\[\]*?~!#\n\r\\]")
 """Characters that a shell may act on. Quoted ones are refused as well: a person can judge them better than a parser."""
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-_WRAPPERS = frozenset(
-    {
-        *(
-            "sh",
-            "bash",
-            "dash",
-            "zsh",
-            "ksh",
-            "fish",
-            "busybox",
-            "toybox",
-            "env",
-            "exec",
-            "eval",
-            "command",
-            "builtin",
-        ),
-        *(
-            "sudo",
-            "doas",
-            "su",
-            "runuser",
-            "setpriv",
-            "chroot",
-            "unshare",
-            "nsenter",
-            "nohup",
-            "setsid",
-            "nice",
-        ),
-        *(
-            "ionice",
-            "chrt",
-            "taskset",
-            "timeout",
-            "stdbuf",
-            "time",
-            "watch",
-            "xargs",
-            "parallel",
-            "find",
-            "ssh",
-        ),
-        *(
-            "script",
-            "strace",
-            "ltrace",
-            "gdb",
-            "python",
-            "perl",
-            "ruby",
-            "node",
-            "deno",
-            "bun",
-            "php",
-            "lua",
-            "awk",
-        ),
-        *(
-            "gawk",
-            "mawk",
-            "source",
-            ".",
-            "flock",
-            "start-stop-daemon",
-            "systemd-run",
-            "at",
-            "batch",
-            "make",
-            "npx",
-        ),
-    }
-)
-"""Programs that run what their arguments say: a grant for one would be a grant for everything."""
-_VERSION_SUFFIX = re.compile(r"[0-9.]+$")
 _NUMBERS = re.compile(r"[0-9][0-9,.-]*")
 _OPTION = re.compile(r"-{1,2}[A-Za-z][A-Za-z0-9-]*(=[\w,.:'\"-]*)?|-[0-9][0-9,.-]*")
 _FILE_OPTION = re.compile("file|from")  # such as `wc --files0-from=NAME`
@@ -110,8 +37,8 @@ _FILE_OPTION = re.compile("file|from")  # such as `wc --files0-from=NAME`
 class ExecRules(msgspec.Struct, frozen=True, kw_only=True):
     security: Security
     ask: Ask
-    allowed_programs: Sequence[str] = ()
-    """Patterns of programs, by name or by absolute path."""
+    allowed_commands: Sequence[str] = ()
+    """Patterns of commands (`command_patterns`)."""
     granted_commands: Collection[tuple[str, ...]] = ()
     """Whole commands that a person allowed for good."""
     safe_programs: Sequence[str] = DEFAULT_SAFE_PROGRAMS
@@ -120,6 +47,12 @@ class ExecRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_command(command: str) -> tuple[str, ...] | None:
+    """Return the words of a simple command that does not run another one, or None if it is anything else."""
+    words = split_command(command)
+    return None if words is None or is_wrapper(words[0]) else words
+
+
+def split_command(command: str) -> tuple[str, ...] | None:
     """Return the words of a simple command, or None if it is anything else."""
     if len(command) > MAX_PARSED_CHARACTERS or _SHELL_SYNTAX.search(command):
         return None
@@ -127,14 +60,9 @@ def parse_command(command: str) -> tuple[str, ...] | None:
         words = tuple(shlex.split(command))
     except ValueError:
         return None
-    if not words or not words[0] or _ASSIGNMENT.match(words[0]) or _is_wrapper(words[0]):
+    if not words or not words[0] or _ASSIGNMENT.match(words[0]):
         return None
     return words
-
-
-def _is_wrapper(program: str) -> bool:
-    name = PurePosixPath(program).name
-    return name in _WRAPPERS or _VERSION_SUFFIX.sub("", name) in _WRAPPERS
 
 
 def decide(command: str, rules: ExecRules) -> Decision:
@@ -145,20 +73,26 @@ def decide(command: str, rules: ExecRules) -> Decision:
         return "ask"
     if rules.security == "full" and rules.ask == "off":
         return "run"
-    words = parse_command(command)
-    if words is not None and (words in rules.granted_commands or _is_listed(words, rules)):
+    words = split_command(command)
+    if words is not None and (_is_granted(words, rules) or _is_listed(words, rules)):
         return "run"
     if rules.ask == "on-miss":
         return "ask"
     return "refuse"
 
 
+def _is_granted(words: tuple[str, ...], rules: ExecRules) -> bool:
+    return words in rules.granted_commands and not is_wrapper(words[0])
+
+
 def _is_listed(words: tuple[str, ...], rules: ExecRules) -> bool:
     program = words[0]
     if ".." in PurePosixPath(program).parts:  # it would lead out of the directory of a pattern
         return False
-    if any(fnmatchcase(program, pattern) for pattern in rules.allowed_programs):
+    if any(matches_pattern(words, pattern) for pattern in rules.allowed_commands):
         return True
+    if is_wrapper(program):
+        return False
     path = PurePosixPath(program)
     is_trusted = path.parent == PurePosixPath(".") or str(path.parent) in rules.trusted_directories
     return is_trusted and path.name in rules.safe_programs and not _may_name_a_file(words)
