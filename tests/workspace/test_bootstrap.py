@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -80,6 +81,7 @@ async def test_unchanged_files_of_the_state_directory_cost_no_thread(
     assert await reader.read(agent, MAIN) == ""
     workspace.mkdir(parents=True)
     (workspace / "SOUL.md").write_text("calm")
+    await asyncio.sleep(0)  # runs that start in one iteration of the event loop share one look
     assert "calm" in await reader.read(agent, MAIN)
 
     async def refuse_thread(*_: object) -> None:
@@ -89,6 +91,7 @@ async def test_unchanged_files_of_the_state_directory_cost_no_thread(
     assert "calm" in await reader.read(agent, MAIN)
     monkeypatch.undo()
     (workspace / "SOUL.md").write_text("very kind")
+    await asyncio.sleep(0)
     assert "very kind" in await reader.read(agent, MAIN)
 
 

@@ -184,10 +184,5 @@ class Toolbox:
 
 
 def drop_unavailable_tools(agent_id: str, tools: Mapping[str, Tool]) -> Mapping[str, Tool]:
-    """Return the tools that can be used now. This is called for every run, and nearly always all of them can."""
-    absent = {
-        name
-        for name, tool in tools.items()
-        if tool.unavailable is not None and tool.unavailable(agent_id) is not None
-    }
-    return {name: tool for name, tool in tools.items() if name not in absent} if absent else tools
+    """Return the tools that an agent can use now."""
+    return {name: tool for name, tool in tools.items() if tool.explain_absence(agent_id) is None}

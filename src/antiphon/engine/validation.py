@@ -25,8 +25,11 @@ def validate_message_content(
     content: SubmittedContent, max_bytes: int, *, extra_text: str | None = None, field: str = "message"
 ) -> None:
     """Check that a message is not empty and, together with `extra_text`, not too long."""
-    blocks = [TextBlock(text=content)] if isinstance(content, str) else content
-    if not any(isinstance(block, ImageBlock) or block.text.strip() for block in blocks):
+    if isinstance(content, str):
+        is_empty = not content.strip()
+    else:
+        is_empty = not any(isinstance(block, ImageBlock) or block.text.strip() for block in content)
+    if is_empty:
         raise InvalidInput("The message is empty.", "Send a text or an image.", field=field)
     validate_message_size(content, max_bytes, extra_text=extra_text, field=field)
 
@@ -35,18 +38,21 @@ def validate_message_size(
     content: SubmittedContent, max_bytes: int, *, extra_text: str | None = None, field: str = "message"
 ) -> None:
     """Check that a message is valid Unicode and, together with `extra_text`, has at most `max_bytes`."""
-    blocks = [TextBlock(text=content)] if isinstance(content, str) else content
+    texts = (
+        [content]
+        if isinstance(content, str)
+        else [block.text if isinstance(block, TextBlock) else block.data for block in content]
+    )
     try:
-        size = sum(
-            len((block.text if isinstance(block, TextBlock) else block.data).encode()) for block in blocks
-        )
+        size = sum(len(text.encode()) for text in texts)
     except UnicodeEncodeError as error:
         raise InvalidInput(
             "The message contains half of a surrogate pair, which is not text.",
             "Send valid Unicode.",
             field=field,
         ) from error
-    size += len((extra_text or "").encode(errors="replace"))
+    if extra_text:
+        size += len(extra_text.encode(errors="replace"))
     if size > max_bytes:
         raise TooLarge(
             f"The message has {size} bytes; the maximum is {max_bytes}.",

@@ -209,6 +209,8 @@ class RunStreams:
 
     def _send_increments(self, run: StreamedRun) -> None:
         """Send the new text to readers that have the rest, and the full text so far to the others."""
+        if not run.unsent and not run.unsent_thinking:
+            return
         if run.unsent_thinking:
             self._send_agent_event(run, "thinking", {"delta": "".join(run.unsent_thinking)}, droppable=True)
             run.unsent_thinking.clear()
@@ -322,14 +324,18 @@ class RunStreams:
         run.agent_seq += 1
         agent = self._encode_agent_event(run, "lifecycle", lifecycle)
         final = _build_final_payload(event, run)
-        increments, full_text = (
-            frames.encode_event("chat", {**run.build_payload(seq + 1), **final})
-            for seq in (run.chat_seq, run.full_text_seq)
-        )
+        chats: dict[bool, str] = {}
         for connection in self._connections.iter_readers():
-            chat = increments if connection.reads_increments else full_text
-            for text in [agent] if event.quiet else [agent, chat]:
-                connection.send_event(text, ended_run=run.run_id)
+            connection.send_event(agent, ended_run=run.run_id)
+            if event.quiet:
+                continue
+            reads_increments = connection.reads_increments
+            if (chat := chats.get(reads_increments)) is None:
+                seq = run.chat_seq if reads_increments else run.full_text_seq
+                chat = chats[reads_increments] = frames.encode_event(
+                    "chat", {**run.build_payload(seq + 1), **final}
+                )
+            connection.send_event(chat, ended_run=run.run_id)
         return phase
 
     def _send_agent_event(

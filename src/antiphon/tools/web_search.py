@@ -47,5 +47,5 @@ def web_search(search: WebSearch, settings: WebSearchConfig) -> Tool:
         aliases={"maxResults": "count", "max_results": "count"},
         has_side_effects=True,  # it tells others what the session asks for
         reaches_sessions=False,
-        unavailable=lambda _agent_id: missing,
+        unavailable=None if missing is None else lambda _agent_id: missing,
     )

@@ -94,7 +94,7 @@ class Sandboxes:
         self._config = config
         self._state_dir = state_dir
         self._locate = SessionWorkspaceLocator(config, state_dir)
-        self._selected: dict[str, _Selected] = {}
+        self._selected: dict[tuple[object, ...], _Selected] = {}
         self._attested: OrderedDict[tuple[object, ...], None] = OrderedDict()
         self._selecting = asyncio.Lock()
 
@@ -329,9 +329,9 @@ class Sandboxes:
         return next((path for path in sorted(self._state_dir.iterdir()) if path.is_file()), self._state_dir)
 
 
-def _get_backend_key(settings: SandboxConfig) -> str:
+def _get_backend_key(settings: SandboxConfig) -> tuple[object, ...]:
     """Return what the choice of a backend depends on."""
-    return repr((settings.backend, settings.fallback, settings.user, settings.network))
+    return settings.backend, settings.fallback, settings.user, settings.network
 
 
 def _list_backend_names(settings: SandboxConfig) -> list[SandboxBackendName]:

@@ -32,10 +32,14 @@ class Skill(NamedTuple):
     path: str
 
 
+def has_skills(workspace: Path) -> bool:
+    """Whether the workspace has a directory of skills."""
+    return os.path.isdir(f"{workspace}/{SKILLS_DIRECTORY_NAME}")  # noqa: PTH112 - before every run
+
+
 async def read_skills(workspace: Path, session_key: str) -> str:
     """Return the part of the system prompt that lists the skills; empty without any."""
-    folder = f"{workspace}/{SKILLS_DIRECTORY_NAME}"
-    if keys.parse(session_key).shape == "subagent" or not os.path.isdir(folder):  # noqa: PTH112, ASYNC240 - every run
+    if keys.parse(session_key).shape == "subagent":
         return ""
     skills = await asyncio.to_thread(_load_skills, workspace)
     lines = [f"- {skill.name} ({skill.path}): {skill.description}" for skill in skills]

@@ -158,10 +158,10 @@ async def _load_tail(tx: Tx, transcript: int, since: int, tokens: int) -> tuple[
         )
         messages = _decode_rows(page)
         found += messages
-        tokens -= sum(estimate_tokens(entry.message) for entry in messages)
-        size += sum(len(row["body"]) for row in page)
         if len(page) < ENTRIES_PER_PAGE:
             return found[::-1], since
+        tokens -= sum(estimate_tokens(entry.message) for entry in messages)
+        size += sum(len(row["body"]) for row in page)
         before = page[-1]["seq"]
     return found[::-1], before
 
@@ -202,15 +202,21 @@ def repair_messages(messages: Iterable[Message]) -> list[Message]:
             if waiting.pop(message.tool_call_id, None):
                 repaired.append(message)
             continue
-        repaired += _build_interrupted_results(waiting, timestamp)
-        waiting = {}
+        if waiting:
+            repaired += _build_interrupted_results(waiting, timestamp)
+            waiting = {}
         if isinstance(message, AssistantMessage):
             if message.provenance is not None and not message.text:
                 continue
-            message = _drop_repeated_calls(_mark_if_incomplete(message))  # noqa: PLW2901
-            waiting = {call.id: call for call in message.tool_calls}
+            if calls := message.tool_calls:
+                message = _drop_repeated_calls(message, calls)  # noqa: PLW2901
+                waiting = {call.id: call for call in calls}
+            else:
+                message = _mark_if_incomplete(message)  # noqa: PLW2901
         repaired.append(message)
     repaired += _build_interrupted_results(waiting, timestamp)
+    if repaired and isinstance(repaired[0], UserMessage):
+        return repaired
     # A bounded tail may begin in the middle of a turn; providers require a question first.
     first = next(
         (at for at, message in enumerate(repaired) if _can_begin(message) or _is_note(message)), None
@@ -273,18 +279,18 @@ def _mark_if_incomplete(message: AssistantMessage) -> AssistantMessage:
 def _find_incomplete_text(message: AssistantMessage) -> str | None:
     """Return the notice for a missing or incomplete answer; None for a complete one."""
     broken = message.stop_reason in {"error", "aborted"}
-    if message.tool_calls:
+    has_text = bool(message.text.strip())
+    if (has_text and not broken) or message.tool_calls:
         return None
-    if message.text.strip():
-        return CUT_SHORT_ANSWER_TEXT if broken else None
+    if has_text:
+        return CUT_SHORT_ANSWER_TEXT
     if not broken:
         return SILENT_TURN_TEXT
     return STOPPED_TURN_TEXT if message.stop_reason == "aborted" else FAILED_TURN_TEXT
 
 
-def _drop_repeated_calls(message: AssistantMessage) -> AssistantMessage:
-    ids = [call.id for call in message.tool_calls]
-    if len(ids) == len(set(ids)):
+def _drop_repeated_calls(message: AssistantMessage, calls: Sequence[ToolCall]) -> AssistantMessage:
+    if len(calls) == len({call.id for call in calls}):
         return message
     seen: set[str] = set()
     content = [

@@ -196,7 +196,6 @@ async def _start_run(tx: Tx, row: Row, claimant: Claimant, lane: Row | None = No
     options = decode_options(row["options"])
     if is_first_start and options is not None and options.earlier:
         entries = await _append_earlier_messages(tx, row, lane, options, claimant.now)
-        options = msgspec.structs.replace(options, earlier=[])  # they are in the transcript now
     first_seq = lane["last_seq"] + len(entries) if is_first_start else row["first_seq"]
     started = await tx.do(
         SQL.start,
@@ -206,12 +205,14 @@ async def _start_run(tx: Tx, row: Row, claimant: Claimant, lane: Row | None = No
         epoch=lane["lane_epoch"],
         transcript=lane["transcript"],
         first_seq=first_seq,
-        options=encode_options(options),
         now=claimant.now,
     )
     if not started:
         # Another process claimed it since it was read; possible in a store that locks rows.
         raise Fenced(row["id"])
+    if is_first_start and options is not None and options.earlier:
+        options = msgspec.structs.replace(options, earlier=[])  # they are in the transcript now
+        await tx.do(SQL.set_options, n=row["n"], options=encode_options(options))
     if is_first_start:
         role = "user" if row["options"] is None else get_role(decode_message(row["input"]))
         entries.append(transcripts.new_entry(first_seq, role, row["input"], claimant.now))

@@ -123,12 +123,6 @@ class RunLoop:
         self._repeated_calls = RepeatedCalls(setup.loop_detection) if setup.loop_detection else None
         self._may_have_usage = claim.resumed
         self._client_tools = claim.options.tool_names if claim.options else frozenset[str]()
-        self._name_by_alias = {
-            alias: tool.spec.name
-            for tool in setup.tools.values()
-            for alias in tool.aliases
-            if alias not in setup.tools and alias not in self._client_tools
-        }
 
     async def run(self) -> RunEnding:
         """Execute the run and return its ending, which is not yet committed."""
@@ -272,6 +266,7 @@ class RunLoop:
         if not answer.tool_calls:
             return answer
         content: list[TextBlock | ThinkingBlock | ToolCall] = []
+        name_by_alias = self._map_aliases()
         calls = 0
         for block in answer.content:
             if isinstance(block, ToolCall):
@@ -279,7 +274,7 @@ class RunLoop:
                 if calls > MAX_KEPT_TOOL_CALLS:
                     continue
                 number, call_id = 1, make_storable_id(block.id)
-                name = self._name_by_alias.get(block.name, block.name)
+                name = name_by_alias.get(block.name, block.name)
                 call = msgspec.structs.replace(block, id=call_id, name=name)
                 while call.id in self._call_ids:
                     number, call = number + 1, msgspec.structs.replace(call, id=f"{call_id}-{number + 1}")
@@ -288,6 +283,15 @@ class RunLoop:
             else:
                 content.append(block)
         return msgspec.structs.replace(answer, content=content)
+
+    def _map_aliases(self) -> dict[str, str]:
+        tools = self._setup.tools
+        return {
+            alias: tool.spec.name
+            for tool in tools.values()
+            for alias in tool.aliases
+            if alias not in tools and alias not in self._client_tools
+        }
 
     def _build_prompt(self) -> Prompt:
         claim, setup = self._claim, self._setup

@@ -6,7 +6,7 @@ session's row and the current configuration; a sub-agent's session is limited by
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,16 +14,29 @@ from antiphon import keys
 from antiphon.access import Caller
 from antiphon.engine.collaboration.permissions import SubagentPermissionResolver
 from antiphon.engine.sessions.resolver import SessionResolver
-from antiphon.engine.toolbox import Tool, Toolbox, drop_unavailable_tools
+from antiphon.engine.toolbox import Tool, Toolbox
 from antiphon.tool_selection import ToolAudience, decide_tool
 
 if TYPE_CHECKING:  # importing the configuration would slow down read-only commands
     from antiphon.config import Config
 
 
+MAX_CACHED_ABSENCES = 16  # per identity
+
+
 class SessionIdentity(NamedTuple):
     caller: Caller
     tools: Mapping[str, Tool]
+
+
+class _PermittedIdentity(NamedTuple):
+    """An identity with all permitted tools, including those that cannot be used now."""
+
+    identity: SessionIdentity
+    names_by_condition: Mapping[Callable[[str], str | None], Collection[str]]
+    """The tools that may be unavailable, by the function that knows (`Tool.unavailable`)."""
+    identity_by_absent: dict[frozenset[str], SessionIdentity]
+    """The identity without the tools of these names; which are absent rarely changes."""
 
 
 class SessionIdentityResolver:
@@ -47,22 +60,32 @@ class SessionIdentityResolver:
 
         The configuration may require a sandbox that the row does not have yet.
         """
-        identity = self._resolve_permitted(
-            self._toolbox.version, agent_id, session_key, sandboxed=sandboxed, envelope=envelope, model=model
+        permitted = self._resolve_permitted(
+            self._toolbox.version, agent_id, session_key, sandboxed, envelope, model
         )
-        return identity._replace(tools=drop_unavailable_tools(agent_id, identity.tools))
+        absent = frozenset(
+            name
+            for explain, names in permitted.names_by_condition.items()
+            if explain(agent_id) is not None
+            for name in names
+        )
+        identity = permitted.identity_by_absent.get(absent)
+        if identity is None:
+            if len(permitted.identity_by_absent) >= MAX_CACHED_ABSENCES:
+                permitted.identity_by_absent.clear()
+            tools = {name: tool for name, tool in permitted.identity.tools.items() if name not in absent}
+            identity = permitted.identity_by_absent[absent] = permitted.identity._replace(tools=tools)
+        return identity
 
     def _resolve_permitted_uncached(
         self,
         _toolbox_version: int,
         agent_id: str,
         session_key: str,
-        *,
         sandboxed: bool,
         envelope: str | None,
         model: str | None,
-    ) -> SessionIdentity:
-        """Return the identity with all permitted tools, including those that cannot be used now."""
+    ) -> _PermittedIdentity:
         permissions = self._permission_resolver.resolve(agent_id, session_key, envelope)
         is_sandboxed = sandboxed or self._session_resolver.is_sandboxed(agent_id, keys.parse(session_key))
         cap = permissions.cap if permissions else None
@@ -74,7 +97,11 @@ class SessionIdentityResolver:
         )
         if permissions is not None:
             tools = {name: tool for name, tool in tools.items() if name in permissions.tools}
-        return SessionIdentity(caller, tools)
+        names_by_condition: dict[Callable[[str], str | None], list[str]] = {}
+        for name, tool in tools.items():
+            if tool.unavailable is not None:
+                names_by_condition.setdefault(tool.unavailable, []).append(name)
+        return _PermittedIdentity(SessionIdentity(caller, tools), names_by_condition, {})
 
 
 class ToolExplanation(NamedTuple):

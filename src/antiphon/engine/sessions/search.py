@@ -91,15 +91,19 @@ async def index_entries(tx: Tx, maximum: int) -> int:
 
 
 async def catch_up_index(store: Store) -> None:
-    """Index all missing entries, leaving most of the writer's time to others."""
-    while True:
-        last, head = await store.read(load_index_position)
-        if last >= head:
-            return
+    """Index the entries that are missing now, leaving most of the writer's time to others.
+
+    Entries that are added meanwhile are left for the next time: following them one by one would cost a commit for each.
+    """
+    last, head = await store.read(load_index_position)
+    while last < head:
         began = monotonic()
-        if await store.tx(index_entries, INDEX_BATCH_ENTRIES) <= last:
+        indexed = await store.tx(index_entries, INDEX_BATCH_ENTRIES)
+        if indexed <= last:
             return  # the missing entries were deleted
-        await asyncio.sleep(_INDEX_REST_FACTOR * (monotonic() - began))
+        last = indexed
+        if last < head:
+            await asyncio.sleep(_INDEX_REST_FACTOR * (monotonic() - began))
 
 
 async def index_for_seconds(store: Store, seconds: float) -> bool:

@@ -56,7 +56,7 @@ class OpenedFiles:
 
 def _identify(path: str) -> FileIdentity | None:
     try:
-        found = os.stat(path)  # noqa: PTH116 - twice per commit
+        found = os.stat(path)  # noqa: PTH116 - for every commit
     except FileNotFoundError:
         return None
     return found.st_dev, found.st_ino

@@ -47,6 +47,7 @@ MAX_SCRIPTS_PER_COMMIT = 256  # bounds how long the first one waits for the last
 MAX_WAITING_SCRIPTS = 20_000  # per pool; more are refused
 MAX_READS_PER_SNAPSHOT = 8  # bounds how many reads a slow one delays
 CHECKPOINT_WAIT_SECONDS = 1.0  # for readers, when the log is truncated
+MAX_FILE_CHECK_AGE_SECONDS = 0.005  # as long as a commit, during which a file may be replaced anyway
 
 
 class SqliteTx:
@@ -209,6 +210,7 @@ class SqliteStore:
     ) -> None:
         self._health = StoreHealth(path)
         self._last_checkpoint_wait = -math.inf
+        self._files_checked_at = -math.inf
         self._path = path
         self._on_commit = on_commit
         self._writer = None
@@ -275,7 +277,10 @@ class SqliteStore:
         """Commits the whole batch in one transaction. Every job then has its result or its error."""
         has_changed = False
         try:
-            self._check_files()
+            if isinstance(self.write_error, StoreReplaced):
+                raise self.write_error
+            if time.monotonic() - self._files_checked_at > MAX_FILE_CHECK_AGE_SECONDS:
+                self._check_files()
             changed = _run_batch(connection, tx, jobs)
             self._signal_commit("before")
             connection.execute("COMMIT")
@@ -292,18 +297,18 @@ class SqliteStore:
                 return
             for job in jobs:
                 job.error = job.error or error
+        failed = [job for job in jobs if job.error is not None]
         self._health.record_commit(
-            next(filter(is_lasting_error, (job.error for job in jobs)), None), changed=has_changed
+            next(filter(is_lasting_error, (job.error for job in failed)), None), changed=has_changed
         )
-        self._translate_errors(jobs)
-        if any(isinstance(job.error, StoreFull) for job in jobs):
+        self._translate_errors(failed)
+        if any(isinstance(job.error, StoreFull) for job in failed):
             self._shrink_log(connection)
 
     def _check_files(self) -> None:
-        if isinstance(self.write_error, StoreReplaced):
-            raise self.write_error
         if self._files and self._files.are_replaced():
             raise build_replaced_error(self._path)
+        self._files_checked_at = time.monotonic()
 
     def _shrink_log(self, connection: sqlite3.Connection) -> None:
         """Truncates the log that a failed commit has filled.

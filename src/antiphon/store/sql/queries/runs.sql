@@ -5,8 +5,9 @@ INSERT INTO runs (id, session, origin, digest, input, options, instructions, mod
                   chain, hop, agent_id, created_at)
 SELECT :id, CAST(:session AS BIGINT), :origin, :digest, :input, :options, :instructions, :model, :thinking, :target,
        CAST(:deadline_at AS BIGINT), CAST(:exchange AS BIGINT), CAST(:task AS BIGINT), :chain, CAST(:hop AS INTEGER),
-       coalesce(CAST(:agent_id AS TEXT), (SELECT f.agent_id FROM exchanges e JOIN runs f ON f.id = e.id
-                                          WHERE e.n = CAST(:exchange AS BIGINT) AND e.target = CAST(:session AS BIGINT))),
+       coalesce(CAST(:agent_id AS TEXT), CASE WHEN CAST(:exchange AS BIGINT) IS NOT NULL THEN
+                (SELECT f.agent_id FROM exchanges e JOIN runs f ON f.id = e.id
+                 WHERE e.n = CAST(:exchange AS BIGINT) AND e.target = CAST(:session AS BIGINT)) END),
        CAST(:now AS BIGINT)
 WHERE NOT EXISTS (SELECT 1 FROM commands WHERE id = :id)
   AND (CAST(:others AS BIGINT) IS NULL
@@ -63,9 +64,12 @@ SELECT r.n, r.id, r.session, r.input, r.options, r.instructions, r.model, r.thin
 FROM runs r WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT 1;
 
 -- name: start
-UPDATE runs SET state = 'running', owner = :owner, epoch = :epoch, attempts = attempts + 1, options = :options,
+UPDATE runs SET state = 'running', owner = :owner, epoch = :epoch, attempts = attempts + 1,
        transcript = :transcript, first_seq = coalesce(first_seq, :first_seq), started_at = coalesce(started_at, :now)
 WHERE n = :n AND state IN ('queued', 'running') AND epoch = :expected_epoch;
+
+-- name: set_options
+UPDATE runs SET options = :options WHERE n = :n;
 
 -- name: end
 -- A terminal state is final.
