@@ -129,12 +129,40 @@ def ask_about_arguments(request: ToolRequest) -> ApprovalQuestion:
     return ApprovalQuestion(text=arguments, grant=arguments)
 
 
+class PermittedTools:
+    """The tools that the lists of an agent leave to a session, including those that cannot be used now."""
+
+    def __init__(self, agent_id: str, tools: Mapping[str, Tool]) -> None:
+        self.by_name = tools
+        self._agent_id = agent_id
+        self._names_by_condition: dict[Callable[[str], str | None], list[str]] = {}
+        """The tools that may be unavailable, by the function that knows (`Tool.unavailable`)."""
+        for name, tool in tools.items():
+            if tool.unavailable is not None:
+                self._names_by_condition.setdefault(tool.unavailable, []).append(name)
+        self._absent: Set[str] = frozenset()
+        self._usable = tools
+
+    def select_usable(self) -> Mapping[str, Tool]:
+        """Return the tools that can be used now. This is called for every run, and which they are rarely changes."""
+        absent = {
+            name
+            for explain, names in self._names_by_condition.items()
+            if explain(self._agent_id) is not None
+            for name in names
+        }
+        if absent != self._absent:
+            self._absent = absent
+            self._usable = {name: tool for name, tool in self.by_name.items() if name not in absent}
+        return self._usable
+
+
 class Toolbox:
     """All registered tools, and the selection that a session may use."""
 
     def __init__(self) -> None:
         self._tools: dict[str, Tool] = {}
-        self._permitted: dict[tuple[object, ...], dict[str, Tool]] = {}
+        self._permitted: dict[tuple[object, ...], PermittedTools] = {}
         self._groups: dict[str, list[str]] = {}
         self.version = 0
         """A number that changes with the tools, for what is computed from them."""
@@ -166,23 +194,16 @@ class Toolbox:
 
     def select_permitted(
         self, agent_id: str, selection: ToolSelection, audience: ToolAudience
-    ) -> Mapping[str, Tool]:
-        """Return the tools that the agent's lists leave to a session, each adapted to the agent.
-
-        They include tools that cannot be used now (`drop_unavailable_tools`).
-        """
+    ) -> PermittedTools:
+        """Return the tools that the agent's lists leave to a session, each adapted to the agent."""
         known = (agent_id, audience)
         if known not in self._permitted:
             if len(self._permitted) >= MAX_CACHED_SELECTIONS:
                 self._permitted.clear()
-            self._permitted[known] = {
+            tools = {
                 name: tool.adapt_to_agent(agent_id)
                 for name, tool in self._tools.items()
                 if decide_tool(tool.facts, selection, audience).is_offered
             }
+            self._permitted[known] = PermittedTools(agent_id, tools)
         return self._permitted[known]
-
-
-def drop_unavailable_tools(agent_id: str, tools: Mapping[str, Tool]) -> Mapping[str, Tool]:
-    """Return the tools that an agent can use now."""
-    return {name: tool for name, tool in tools.items() if tool.explain_absence(agent_id) is None}

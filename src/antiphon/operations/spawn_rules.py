@@ -212,7 +212,7 @@ class SpawnRules:
                         model=get_answering_model(self._config, agent.id, requester.session["model"]),
                         is_sandboxed=actor.sandboxed,
                     ),
-                ),
+                ).by_name,
                 stored and stored.tools,
             ),
             agents=_intersect_names(

@@ -70,7 +70,7 @@ class SubagentPermissionResolver:
         What a model or a sandbox excludes is not considered, since both may be different later.
         """
         audience = ToolAudience(subagent_depth=depth)
-        return list(self._toolbox.select_permitted(target.id, target.tools.selection, audience))
+        return list(self._toolbox.select_permitted(target.id, target.tools.selection, audience).by_name)
 
 
 def decode_permissions(text: str | None) -> SubagentPermissions | None:

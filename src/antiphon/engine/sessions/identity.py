@@ -6,7 +6,7 @@ session's row and the current configuration; a sub-agent's session is limited by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Container, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,29 +14,16 @@ from antiphon import keys
 from antiphon.access import Caller
 from antiphon.engine.collaboration.permissions import SubagentPermissionResolver
 from antiphon.engine.sessions.resolver import SessionResolver
-from antiphon.engine.toolbox import Tool, Toolbox
+from antiphon.engine.toolbox import PermittedTools, Tool, Toolbox
 from antiphon.tool_selection import ToolAudience, decide_tool
 
 if TYPE_CHECKING:  # importing the configuration would slow down read-only commands
     from antiphon.config import Config
 
 
-MAX_CACHED_ABSENCES = 16  # per identity
-
-
 class SessionIdentity(NamedTuple):
     caller: Caller
     tools: Mapping[str, Tool]
-
-
-class _PermittedIdentity(NamedTuple):
-    """An identity with all permitted tools, including those that cannot be used now."""
-
-    identity: SessionIdentity
-    names_by_condition: Mapping[Callable[[str], str | None], Collection[str]]
-    """The tools that may be unavailable, by the function that knows (`Tool.unavailable`)."""
-    identity_by_absent: dict[frozenset[str], SessionIdentity]
-    """The identity without the tools of these names; which are absent rarely changes."""
 
 
 class SessionIdentityResolver:
@@ -60,22 +47,10 @@ class SessionIdentityResolver:
 
         The configuration may require a sandbox that the row does not have yet.
         """
-        permitted = self._resolve_permitted(
+        caller, permitted = self._resolve_permitted(
             self._toolbox.version, agent_id, session_key, sandboxed, envelope, model
         )
-        absent = frozenset(
-            name
-            for explain, names in permitted.names_by_condition.items()
-            if explain(agent_id) is not None
-            for name in names
-        )
-        identity = permitted.identity_by_absent.get(absent)
-        if identity is None:
-            if len(permitted.identity_by_absent) >= MAX_CACHED_ABSENCES:
-                permitted.identity_by_absent.clear()
-            tools = {name: tool for name, tool in permitted.identity.tools.items() if name not in absent}
-            identity = permitted.identity_by_absent[absent] = permitted.identity._replace(tools=tools)
-        return identity
+        return SessionIdentity(caller, permitted.select_usable())
 
     def _resolve_permitted_uncached(
         self,
@@ -85,7 +60,7 @@ class SessionIdentityResolver:
         sandboxed: bool,
         envelope: str | None,
         model: str | None,
-    ) -> _PermittedIdentity:
+    ) -> tuple[Caller, PermittedTools]:
         permissions = self._permission_resolver.resolve(agent_id, session_key, envelope)
         is_sandboxed = sandboxed or self._session_resolver.is_sandboxed(agent_id, keys.parse(session_key))
         cap = permissions.cap if permissions else None
@@ -96,12 +71,10 @@ class SessionIdentityResolver:
             ToolAudience(model=get_answering_model(self._config, agent_id, model), is_sandboxed=is_sandboxed),
         )
         if permissions is not None:
-            tools = {name: tool for name, tool in tools.items() if name in permissions.tools}
-        names_by_condition: dict[Callable[[str], str | None], list[str]] = {}
-        for name, tool in tools.items():
-            if tool.unavailable is not None:
-                names_by_condition.setdefault(tool.unavailable, []).append(name)
-        return _PermittedIdentity(SessionIdentity(caller, tools), names_by_condition, {})
+            tools = PermittedTools(
+                agent_id, {name: tool for name, tool in tools.by_name.items() if name in permissions.tools}
+            )
+        return caller, tools
 
 
 class ToolExplanation(NamedTuple):

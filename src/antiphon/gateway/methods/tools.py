@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from antiphon.access import READ_SCOPE, WRITE_SCOPE
 from antiphon.engine.sessions.identity import explain_tools, get_answering_model
-from antiphon.engine.toolbox import Tool, drop_unavailable_tools
+from antiphon.engine.toolbox import Tool
 from antiphon.errors import ToolMissing
 from antiphon.gateway import tool_invocations
 from antiphon.gateway.methods.registry import MethodCall, rpc_method
@@ -28,11 +28,10 @@ async def get_tool_catalog(call: MethodCall, params: ToolCatalogParams) -> dict[
     agent = call.config.get_agent(params.agent_id or call.config.default_agent_id)
     audience = ToolAudience(model=get_answering_model(call.config, agent.id, None))
     permitted = call.gateway.app.toolbox.select_permitted(agent.id, agent.tools.selection, audience)
-    tools = drop_unavailable_tools(agent.id, permitted)
     return {
         "agentId": agent.id,
         "profiles": [],
-        "groups": _group_tools(tools, _format_catalog_fields),
+        "groups": _group_tools(permitted.select_usable(), _format_catalog_fields),
         "absent": _list_absent(call, agent.id, audience),
     }
 
