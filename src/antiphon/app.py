@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import msgspec
 
-from antiphon import __version__, keys
+from antiphon import __version__
 from antiphon.bus import EventBus
 from antiphon.clock import Clock
-from antiphon.config import AgentConfig, Config
+from antiphon.config import Config
 from antiphon.config.tool_lists import find_lists_without_tools
 from antiphon.coordination import CoordinationBackend, open_coordination
 from antiphon.engine.collaboration import framing
@@ -32,28 +32,23 @@ from antiphon.engine.jobs.scheduler import Scheduler
 from antiphon.engine.outbox.delivery_channel import DeliveryChannel
 from antiphon.engine.outbox.sender import Outbox
 from antiphon.engine.replicas import Replica
-from antiphon.engine.runs.lifecycle import Claim
-from antiphon.engine.runs.run_loop import RunSetup
 from antiphon.engine.sessions.identity import (
-    SessionIdentity,
     SessionIdentityResolver,
-    get_answering_model,
 )
 from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.sessions.retention import RetentionPolicy
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.engine.toolbox import Tool, Toolbox
-from antiphon.errors import Forbidden, NotFound
+from antiphon.engine.worker import RunSetupLoader
 from antiphon.event_loop import run_in_background
 from antiphon.operations.operations import Operations
+from antiphon.run_setup import RunSetupBuilder
 from antiphon.runtimes import Runtime
-from antiphon.runtimes.model import ModelRuntime
-from antiphon.runtimes.registry import ConcurrencyLimitedRuntime, RuntimeRegistry
+from antiphon.runtimes.registry import RuntimeRegistry
 from antiphon.state_access import create_operations, open_operations_readonly
 from antiphon.store import CommitPhase, Store
 from antiphon.store.factory import open_store
 from antiphon.store.statedir import StateDir
-from antiphon.tool_selection import ToolAudience
 from antiphon.tools import (
     create_chat_tools,
     create_command_launcher,
@@ -62,18 +57,15 @@ from antiphon.tools import (
     create_work_tools,
 )
 from antiphon.transfers.mirror import TranscriptMirror, remove_mark
-from antiphon.workspace.bootstrap import BootstrapReader
 from antiphon.workspace.sandbox import Sandboxes
 from antiphon.workspace.sandbox_pruning import SandboxPruner
 
 if TYPE_CHECKING:
     from antiphon.mcp.servers import McpServers
 
-__all__ = ["MAX_TOOL_RESULT_CHARACTERS", "App", "open_app", "open_app_operations", "open_operations_readonly"]
+__all__ = ["App", "open_app", "open_app_operations", "open_operations_readonly"]
 
 log = logging.getLogger(__name__)
-
-MAX_TOOL_RESULT_CHARACTERS = 200_000  # more would not fit a prompt anyway
 
 
 class AppOptions(TypedDict, total=False):
@@ -136,7 +128,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
             sandboxes = Sandboxes(config, home.path)
             launcher = create_command_launcher(config, sandboxes, home.path)
             mcp_servers = _create_mcp_servers(config, home.path, clock, toolbox, sandboxes)
-            load_run_setup = _RunSetupLoader(
+            load_run_setup = RunSetupBuilder(
                 config,
                 runtimes,
                 SessionIdentityResolver(config, session_resolver, toolbox),
@@ -168,7 +160,6 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 scheduler=scheduler,
                 sandboxes=sandboxes,
             )
-            create_tools = options.get("tools")
             command_tools = create_command_tools(
                 config,
                 launcher,
@@ -179,20 +170,19 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 owner=engine.owner,
                 apply_effects=engine.worker.apply_effects,
             )
-            for tool in [
-                *create_work_tools(config, store, clock, home.path, runtimes.get_model_runtime),
-                *command_tools.tools,
-                *create_session_tools(operations),
-                *create_chat_tools(operations, config),
-                *(create_tools(operations) if create_tools else ()),
-            ]:
-                toolbox.add(tool)
-            for tool in await _load_configured_tools(config, toolbox.names):
-                toolbox.add(tool)
-            if mcp_servers is not None:
-                await mcp_servers.load()
-            for warning in find_lists_without_tools(config, sorted(toolbox.names)):
-                log.warning("%s", warning)
+            create_tools = options.get("tools")
+            await _fill_toolbox(
+                toolbox,
+                config,
+                [
+                    *create_work_tools(config, store, clock, home.path, runtimes.get_model_runtime),
+                    *command_tools.tools,
+                    *create_session_tools(operations),
+                    *create_chat_tools(operations, config),
+                    *(create_tools(operations) if create_tools else ()),
+                ],
+                mcp_servers,
+            )
             async with (
                 aclosing(mcp_servers) if mcp_servers is not None else nullcontext(),
                 aclosing(launcher),
@@ -226,6 +216,20 @@ def _create_mcp_servers(
     return McpServers(config, state_dir, clock, toolbox, sandboxes.wrap)
 
 
+async def _fill_toolbox(
+    toolbox: Toolbox, config: Config, tools: Iterable[Tool], mcp_servers: McpServers | None
+) -> None:
+    """Add our own tools, those of the configuration and those of MCP servers, and check the lists that name them."""
+    for tool in tools:
+        toolbox.add(tool)
+    for tool in await _load_configured_tools(config, toolbox.names):
+        toolbox.add(tool)
+    if mcp_servers is not None:
+        await mcp_servers.load()
+    for warning in find_lists_without_tools(config, sorted(toolbox.names)):
+        log.warning("%s", warning)
+
+
 async def _load_configured_tools(config: Config, reserved_names: Collection[str]) -> list[Tool]:
     """Return the tools of `tools.python`. Without any, their loader is not even imported."""
     if not config.tools.python:
@@ -239,7 +243,7 @@ def _build_engine(
     config: Config,
     store: Store,
     coordination: CoordinationBackend,
-    load_run_setup: _RunSetupLoader,
+    load_run_setup: RunSetupLoader,
     session_resolver: SessionResolver,
     options: AppOptions,
 ) -> Engine:
@@ -303,106 +307,3 @@ async def _run_mirror(mirror: TranscriptMirror | None, home: StateDir) -> AsyncG
             yield
     finally:
         await mirror.flush()
-
-
-class _RunSetupLoader:
-    """Builds the setup of a run from the configuration and, for a spawned session, its limits."""
-
-    def __init__(
-        self,
-        config: Config,
-        runtimes: RuntimeRegistry,
-        identities: SessionIdentityResolver,
-        secret: bytes,
-        state_dir: Path,
-        wait_until_examined: Callable[[], Awaitable[None]],
-        mcp_servers: McpServers | None,
-    ) -> None:
-        self._config = config
-        self._secret = secret
-        self._bootstrap = BootstrapReader(state_dir)
-        self._wait_until_examined = wait_until_examined
-        self._mcp_servers = mcp_servers
-        self._runtimes = runtimes
-        self._agents = {agent_id: config.get_agent(agent_id) for agent_id in config.agent_ids}
-        self._identities = identities
-        self._approval_timeout_seconds = config.tools.approvals.timeout_seconds
-        self._max_subagent_steps = config.agents.defaults.subagents.max_concurrent
-        self._subagent_slots: dict[str | None, asyncio.Semaphore] = {}
-        """By provider, with None for agents without one, so that a stuck provider does not delay the others."""
-
-    async def __call__(self, claim: Claim) -> RunSetup:
-        agent = self._agents.get(claim.agent_id)
-        if agent is None:
-            raise NotFound(
-                f"Agent {claim.agent_id!r} is not configured any more.",
-                "Add it to agents.list, or archive the session.",
-            )
-        key = keys.parse(claim.session_key)
-        runtime = await self._runtimes.get_runtime(agent.id, claim.model)
-        spec = runtime.spec if isinstance(runtime, ModelRuntime) else None
-        if key.shape == "subagent":
-            runtime = ConcurrencyLimitedRuntime(
-                runtime, self._get_subagent_slots(spec.provider if spec else None)
-            )
-        await self._wait_until_examined()
-        if self._mcp_servers is not None:
-            await self._mcp_servers.prepare_run(agent.tools.selection)
-        identity = self._identities.resolve(
-            agent.id,
-            claim.session_key,
-            sandboxed=claim.sandboxed,
-            envelope=claim.envelope,
-            model=claim.model,
-        )
-        if identity.caller.sandboxed and agent.runtime.type == "function":
-            raise Forbidden(
-                f"The session {claim.session_key!r} is sandboxed, but agent {agent.id!r} is a Python function, which"
-                " runs outside any sandbox ('agents.list[].runtime').",
-                "Start a new session, or let a model answer for the agent.",
-            )
-        nonce = framing.derive_nonce(self._secret, claim.session_key, claim.session_id)
-        return RunSetup(
-            nonce=nonce,
-            runtime=runtime,
-            caller=identity.caller,
-            instructions=_build_instructions(
-                agent,
-                claim,
-                nonce,
-                await self._bootstrap.read(agent, claim.session_key),
-                self._describe_mcp_servers(agent, claim, identity, nonce),
-            ),
-            tools=identity.tools,
-            max_steps=agent.max_steps,
-            reserve_tokens=agent.compaction.reserve_tokens,
-            keep_tokens=agent.compaction.keep_recent_tokens,
-            max_result_chars=MAX_TOOL_RESULT_CHARACTERS,
-            thinking=agent.thinking_default,
-            approval_timeout_seconds=self._approval_timeout_seconds,
-            loop_detection=agent.loop_detection,
-            model=spec.model if spec else None,
-        )
-
-    def _describe_mcp_servers(
-        self, agent: AgentConfig, claim: Claim, identity: SessionIdentity, nonce: str
-    ) -> str:
-        if self._mcp_servers is None:
-            return ""
-        audience = ToolAudience(
-            model=get_answering_model(self._config, agent.id, claim.model),
-            is_sandboxed=identity.caller.sandboxed,
-        )
-        return self._mcp_servers.describe_for_run(identity.tools, agent.tools.selection, audience, nonce)
-
-    def _get_subagent_slots(self, provider: str | None) -> asyncio.Semaphore:
-        return self._subagent_slots.setdefault(provider, asyncio.Semaphore(self._max_subagent_steps))
-
-
-def _build_instructions(
-    agent: AgentConfig, claim: Claim, nonce: str, workspace_texts: str, mcp_texts: str
-) -> str:
-    own = agent.instructions or f"You are {agent.name or agent.id}, a helpful assistant."
-    here = f"This conversation is the session {keys.display_full_key(claim.session_key)!r}."
-    parts = [own, workspace_texts, here, framing.explain_frames(nonce), mcp_texts, claim.instructions]
-    return "\n\n".join(filter(None, parts))
