@@ -272,10 +272,10 @@ async def _check_sandboxes(config: Config, state_dir: Path) -> list[Finding]:
             finding = report("sandbox", reason, cure)
         elif status.faults:
             finding = report_warning(
-                "sandbox", f"{status.backend} replaces a stronger backend. {reason}", cure
+                "sandbox", f"{status.describe_backend()} replaces a stronger backend. {reason}", cure
             )
         else:
-            finding = report_ok("sandbox", f"{status.backend} isolates commands")
+            finding = report_ok("sandbox", f"{status.describe_backend()} isolates commands")
         findings[finding.level] = finding
     return list(findings.values())
 

@@ -17,10 +17,15 @@ ErrorAudience = Literal["caller", "operator", "model", "engine"]
 
 def format_install_hint(extra: str) -> str:
     """The next step when the packages of an extra are missing."""
+    return f"Run `{format_install_command(extra)}`."
+
+
+def format_install_command(extra: str) -> str:
+    """The command that installs the packages of an extra into the environment of this process."""
     script = Path(__file__).parents[2] / "scripts" / "extra"
     if script.is_file():  # a checkout, which may not have uv on the path
-        return f"Run `{shlex.quote(str(script))} {extra}`."
-    return f"Install it into the same environment: `{shlex.quote(sys.executable)} -m pip install 'antiphon[{extra}]'`."
+        return f"{shlex.quote(str(script))} {extra}"
+    return f"{shlex.quote(sys.executable)} -m pip install 'antiphon[{extra}]'"
 
 
 class AntiphonError(Exception):

@@ -14,6 +14,7 @@ from antiphon.workspace import sandbox_backend, sandbox_directories
 from antiphon.workspace.locations import locate_own_directory
 from cli.terminal import Program
 from support.agents_fixture import make_agents_config
+from support.sandboxes import hide_every_bubblewrap
 
 HAS_BWRAP = sandbox_backend.find_program("bwrap", []) is not None
 
@@ -28,7 +29,7 @@ def test_it_is_explained_which_backend_isolates_commands(program: Program) -> No
     program.configure({"agents": {"defaults": {"sandbox": {"mode": "non-main", "workspaceAccess": "ro"}}}})
     printed = program.run("sandbox").out
     assert "all but main sessions" in printed
-    assert "commands bwrap" in printed
+    assert "commands bwrap (/usr/bin/bwrap)" in printed
     [agent] = program.run("sandbox", "explain", "--agent", "main", "--json").json["agents"]
     assert (agent["backend"], agent["faults"], agent["workspaceAccess"]) == ("bwrap", [], "ro")
     assert not (program.state / "sandboxes").exists()
@@ -64,8 +65,7 @@ async def test_the_doctor_names_the_fault_and_the_cure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "config.json5"
-    monkeypatch.setattr(sandbox_backend, "PROGRAM_DIRECTORIES", ())
-    monkeypatch.setenv("PATH", "")
+    hide_every_bubblewrap(monkeypatch)
     for mode, level in (("off", "warn"), ("all", "fail")):
         path.write_text(f'{{ agents: {{ defaults: {{ sandbox: {{ mode: "{mode}" }} }} }} }}')
         path.chmod(0o600)

@@ -29,6 +29,7 @@ from support.mcp_servers import (
     wait_until,
 )
 from support.model_provider import Answer, Call, Provider
+from support.sandboxes import hide_every_bubblewrap
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only, pytest.mark.requirement("M1")]
 
@@ -401,9 +402,7 @@ async def test_without_a_working_sandbox_no_program_is_started(
     server = describe_scripted_server("plain", env={"STARTS_FILE": str(starts)})
     agents = {"defaults": {"sandbox": {"mode": "all"}}}
 
-    def find_nothing(name: str, forbidden: object) -> None: ...
-
-    monkeypatch.setattr("antiphon.workspace.sandbox.find_program", find_nothing)
+    hide_every_bubblewrap(monkeypatch)
     async with open_client(tmp_path, {"s": server}, agents=agents) as client:
         await client.prepare()
         (before,) = starts.read_text().splitlines()

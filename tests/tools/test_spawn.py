@@ -24,7 +24,6 @@ from antiphon.messages import AssistantMessage, Cost, TokenUsage, UserMessage
 from antiphon.operations.operations import Operations
 from antiphon.operations.types import SessionPatch, SpawnRequest
 from antiphon.runtimes import Prompt
-from antiphon.workspace import sandbox_backend
 from antiphon.workspace.sandbox_backend import find_program
 from support.agents_fixture import (
     HELPER,
@@ -49,6 +48,7 @@ from support.app_fixture import (
     wait_until,
 )
 from support.databases import dump_database
+from support.sandboxes import hide_every_bubblewrap
 
 pytestmark = pytest.mark.anyio
 
@@ -1223,8 +1223,7 @@ async def test_a_sandbox_is_not_left_by_spawning_and_can_be_asked_for(
 async def test_a_sandbox_that_does_not_work_is_no_sandbox(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox_backend, "PROGRAM_DIRECTORIES", ())
-    monkeypatch.setenv("PATH", "")
+    hide_every_bubblewrap(monkeypatch)
     config = make_agents_config(
         {"id": "main", "default": True, "subagents": {"allowAgents": ["helper"]}}, {"id": "helper", **BOXED}
     )

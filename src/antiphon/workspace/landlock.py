@@ -37,6 +37,7 @@ _NO_SOCKET_FAMILIES = ()
 
 class Landlock:
     name: SandboxBackendName = "landlock"
+    program: Path | None = None
 
     def __init__(
         self, *, user: int | None, limits: ResourceLimits | None = None, is_root: bool = os.geteuid() == 0

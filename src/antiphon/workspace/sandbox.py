@@ -31,6 +31,8 @@ from antiphon.workspace.locations import (
     Mount,
     SessionWorkspace,
     SessionWorkspaceLocator,
+    locate_agent_workspace,
+    locate_sandboxes,
     mark_used,
     parse_binds,
 )
@@ -44,7 +46,6 @@ from antiphon.workspace.sandbox_backend import (
     SandboxFault,
     check_bind_targets,
     check_mounts,
-    find_program,
     set_variables,
 )
 from antiphon.workspace.sandbox_network import build_proxy_environment, find_python, open_proxy_first
@@ -70,8 +71,14 @@ class SandboxStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The backend that isolates the commands of an agent, or why there is none."""
 
     backend: SandboxBackendName | None
+    program: str | None = None
+    """The file that starts the backend, if it is not part of Antiphon."""
     faults: Sequence[tuple[SandboxBackendName, SandboxFault]] = ()
     """The backends that were tried and do not work."""
+
+    def describe_backend(self) -> str | None:
+        """Return the backend with its program, or None if there is none."""
+        return f"{self.backend} ({self.program})" if self.program else self.backend
 
     def describe_faults(self) -> tuple[str, str]:
         """Return what is wrong, and how to fix it."""
@@ -203,7 +210,8 @@ class Sandboxes:
                     (name, SandboxFault(f"it could not be examined: {error}", "see docs/sandbox.md"))
                 )
             else:
-                return _Selected(backend, SandboxStatus(backend=name, faults=faults))
+                program = str(backend.program) if backend.program else None
+                return _Selected(backend, SandboxStatus(backend=name, program=program, faults=faults))
         return _Selected(None, SandboxStatus(backend=None, faults=faults))
 
     async def _probe_backend(self, backend: SandboxBackend, agent: AgentConfig) -> None:
@@ -240,15 +248,20 @@ class Sandboxes:
             from antiphon.workspace.landlock import Landlock  # noqa: PLC0415 - only where it is chosen
 
             return Landlock(user=agent.sandbox.user)
-        from antiphon.workspace.bubblewrap import Bubblewrap  # noqa: PLC0415 - not needed by most commands
+        from antiphon.workspace.bubblewrap import (  # noqa: PLC0415 - not needed by most commands
+            Bubblewrap,
+            find_bubblewrap,
+        )
 
-        program = find_program("bwrap", [self._state_dir])
-        if program is None:
-            raise BackendFailed(
-                "the program bwrap is not installed",
-                "install it, for example with `apt-get install bubblewrap`",
-            )
-        return Bubblewrap(program, user=agent.sandbox.user)
+        return Bubblewrap(find_bubblewrap(self._list_writable_places()), user=agent.sandbox.user)
+
+    def _list_writable_places(self) -> list[Path]:
+        """Return the directories that hold what commands may write, so no program there can be trusted."""
+        agents = [self._config.get_agent(agent_id) for agent_id in self._config.agent_ids]
+        workspaces = [locate_agent_workspace(agent, self._state_dir) for agent in agents]
+        own = [locate_sandboxes(agent, self._state_dir) for agent in agents]
+        binds = [bind.path for agent in agents for bind in parse_binds(agent.sandbox.binds) if bind.writable]
+        return list(dict.fromkeys([self._state_dir, *workspaces, *own, *binds]))
 
     # --- what it shows ---
 

@@ -89,6 +89,8 @@ class SandboxBackend(Protocol):
     """Runs commands isolated from the host."""
 
     name: SandboxBackendName
+    program: Path | None
+    """The file that starts it, if it is not part of Antiphon."""
 
     async def prepare(self, mounts: Sequence[Mount]) -> None:
         """Provide what a command with these mounts needs.
