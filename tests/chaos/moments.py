@@ -143,10 +143,10 @@ def arm_keeper(state_dir: Path, step: int) -> None:
         step=step,
         armed=str(armed),
         killed=f"{state_dir}.stdout",
-        program=keeper.PROGRAM,
+        program=keeper.PROGRAM_PATH,
     )
     program.write_text(text, "utf-8")
-    keeper.PROGRAM = str(program)
+    keeper.PROGRAM_PATH = str(program)
 
 
 def find_keepers(state_dir: Path) -> list[int]:

@@ -18,7 +18,7 @@ GONE_BOUND_SECONDS = 15.0  # it is promised within 2 s, which a busy machine doe
 def find_keeper(state_dir: Path) -> psutil.Process | None:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if str(state_dir / "keeper") in process.cmdline() and keeper.PROGRAM in process.cmdline():
+            if str(state_dir / "keeper") in process.cmdline() and keeper.PROGRAM_PATH in process.cmdline():
                 return process
     return None
 

@@ -286,7 +286,7 @@ async def test_a_second_keeper_leaves_the_directory_to_the_first(
 ) -> None:
     await client.start("a", shell("true", tmp_path), wait_seconds=10)
     second = await asyncio.create_subprocess_exec(
-        sys.executable, "-I", "-S", keeper.PROGRAM, str(tmp_path / "keeper")
+        sys.executable, "-I", "-S", keeper.PROGRAM_PATH, str(tmp_path / "keeper")
     )
     assert await asyncio.wait_for(second.wait(), 20) == 0
     assert (await client.wait("a", 0)).exit_code == 0
@@ -303,9 +303,9 @@ async def test_a_keeper_of_another_version_finishes_its_jobs_and_makes_way(
     await client.close()
     updated = tmp_path / "updated.py"
     updated.write_text(
-        UPDATED_KEEPER.format(root=str(Path(antiphon.__file__).parents[1]), program=keeper.PROGRAM)
+        UPDATED_KEEPER.format(root=str(Path(antiphon.__file__).parents[1]), program=keeper.PROGRAM_PATH)
     )
-    monkeypatch.setattr(keeper, "PROGRAM", str(updated))
+    monkeypatch.setattr(keeper, "PROGRAM_PATH", str(updated))
     monkeypatch.setattr(keeper, "PROTOCOL_VERSION", 4711)
     later = KeeperClient(tmp_path)
     with pytest.raises(Unavailable, match="is of another version of Antiphon, and 1 jobs are running"):

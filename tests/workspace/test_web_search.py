@@ -81,8 +81,8 @@ async def test_an_answer_is_kept_for_a_while(service: SearchService) -> None:
     [
         (403, b"", "add 'json' to 'search.formats'"),
         (429, b"", "HTTP 429"),
-        (200, b"<html>", "something else than results"),
-        (200, b'{"results": {}}', "something else than results"),
+        (200, b"<html>", "does not contain search results"),
+        (200, b'{"results": {}}', "does not contain search results"),
         (302, b"", "redirects"),
     ],
 )

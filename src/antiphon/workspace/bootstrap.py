@@ -36,7 +36,7 @@ class _FileVersion(NamedTuple):
 
 
 class _Snapshot(NamedTuple):
-    """What a workspace has at one moment."""
+    """The files and skills of a workspace at one moment."""
 
     versions: Sequence[_FileVersion]
     has_skills: bool
@@ -45,9 +45,9 @@ class _Snapshot(NamedTuple):
 class BootstrapReader:
     """Reads the files for system prompts, and keeps what they contribute until one of them changes.
 
-    Runs that start in the same iteration of the event loop share one look at the workspace: their claims were committed
-    together, so all of them were accepted before it. A look is a system call, which hands the interpreter to the thread
-    that commits; one for each run took a tenth of its CPU time.
+    Runs that start in the same iteration of the event loop share one snapshot: their claims were committed together, so
+    all of them were accepted before it. A snapshot makes system calls, which hand the interpreter to the thread that
+    commits; one for each run took a tenth of its CPU time.
     """
 
     def __init__(self, state_dir: Path) -> None:
@@ -55,7 +55,7 @@ class BootstrapReader:
         self._workspaces: dict[str, Path] = {}
         self._contributions: dict[tuple[str, Sequence[str]], tuple[Sequence[_FileVersion], str]] = {}
         self._snapshots: dict[tuple[str, Sequence[str]], _Snapshot | None] = {}
-        """Of this iteration of the event loop."""
+        """Snapshots of the current iteration of the event loop."""
 
     async def read(self, agent: AgentConfig, session_key: str) -> str:
         """Return the part of the system prompt that the agent's workspace contributes; empty without such files."""
@@ -66,9 +66,9 @@ class BootstrapReader:
         if (
             agent.workspace is None
         ):  # the state directory is on a local disk, where this is cheaper than a thread
-            snapshot = self._look_once(agent.id, workspace, names)
+            snapshot = self._share_snapshot(agent.id, workspace, names)
         else:
-            snapshot = await asyncio.to_thread(_look, workspace, names)
+            snapshot = await asyncio.to_thread(_take_snapshot, workspace, names)
         if snapshot is None:
             return ""
         known = self._contributions.get((agent.id, names))
@@ -79,13 +79,13 @@ class BootstrapReader:
         skills = await read_skills(workspace, session_key) if snapshot.has_skills else ""
         return "\n\n".join(filter(None, [known[1], skills]))
 
-    def _look_once(self, agent_id: str, workspace: Path, names: Sequence[str]) -> _Snapshot | None:
-        """Return what the workspace has in this iteration of the event loop."""
+    def _share_snapshot(self, agent_id: str, workspace: Path, names: Sequence[str]) -> _Snapshot | None:
+        """Return the snapshot of a workspace that the runs of this iteration of the event loop share."""
         if not self._snapshots:
             asyncio.get_running_loop().call_soon(self._snapshots.clear)
         key = (agent_id, names)
         if key not in self._snapshots:
-            self._snapshots[key] = _look(workspace, names)
+            self._snapshots[key] = _take_snapshot(workspace, names)
         return self._snapshots[key]
 
 
@@ -98,7 +98,7 @@ def select_file_names(session_key: str) -> Sequence[str]:
 
 
 def format_files(texts: Sequence[tuple[str, str]], max_characters: int, max_total_characters: int) -> str:
-    """Return the files under their names, each and all of them within their limits; what is cut says so."""
+    """Return the files under their names, within the limits per file and in total, with a note where a file is cut."""
     if not texts:
         return ""
     parts = [WORKSPACE_FILES_HEADING]
@@ -114,8 +114,8 @@ def format_files(texts: Sequence[tuple[str, str]], max_characters: int, max_tota
     return "\n\n".join(parts)
 
 
-def _look(workspace: Path, names: Sequence[str]) -> _Snapshot | None:
-    """Return what a workspace has, or None if it does not exist."""
+def _take_snapshot(workspace: Path, names: Sequence[str]) -> _Snapshot | None:
+    """Return a snapshot of a workspace, or None if it does not exist."""
     if not os.path.isdir(workspace):  # noqa: PTH112 - before every run
         return None
     found: list[_FileVersion] = []

@@ -1,7 +1,7 @@
-"""What may run, where and how: the decision about a command, and the complete description of its process.
+"""Decides whether and where a command may run, and builds the complete description of its process.
 
-A command runs in a sandbox, or on this machine if the operator chose that for its agent; a sandboxed session's never
-does. Its environment is made from nothing.
+A command runs in a sandbox, or on this machine if the operator chose that for its agent; the commands of a sandboxed
+session always run in the sandbox. A command inherits no variable of the gateway.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ QUIET_ENVIRONMENT = {
     "GIT_TERMINAL_PROMPT": "0",
     "DEBIAN_FRONTEND": "noninteractive",
 }
-"""Keeps programs from asking anybody."""
+"""Keeps programs from prompting."""
 SHELL_PROGRAM = "/bin/sh"
 
 
@@ -81,7 +81,7 @@ class CommandLauncher:
         self._examination = asyncio.create_task(self._examine())
 
     async def wait_until_examined(self) -> None:
-        """Wait for an examination that was begun."""
+        """Wait until an examination that has begun is complete."""
         if self._examination is not None and not self._examination.done():
             await asyncio.wait([self._examination])
 
@@ -104,12 +104,12 @@ class CommandLauncher:
             log.warning("No commands for %s: %s", ", ".join(map(repr, agent_ids)), reason)
 
     def explain_unavailable(self, agent_id: str) -> str | None:
-        """Return why an agent cannot run commands, with what to do about it; None if it can, as far as is known."""
+        """Return why an agent cannot run commands and what to do; None if it can or this is not known yet."""
         settings = self._config.get_agent(agent_id).exec
         if settings.security == "deny":
             return "Commands are off ('tools.exec.security' is 'deny'). Set it to 'allowlist' or 'full'."
         if settings.host == "node":
-            return "'tools.exec.host' is 'node', which does not exist here. Use 'sandbox' or 'gateway'."
+            return "'tools.exec.host' is 'node', which Antiphon does not support. Use 'sandbox' or 'gateway'."
         return None if settings.host == "gateway" else self._sandboxes.explain_unavailable(agent_id)
 
     def find_backend(self, caller: Caller) -> str:
@@ -134,12 +134,12 @@ class CommandLauncher:
         decision = decide(launch.command, rules)
         is_unrestricted = settings.security == "full" and settings.ask == "off"
         if decision == "run" and launch.env and not is_unrestricted:
-            # Variables decide what a listed program does, so it is not the listed one any more.
+            # Variables can change what a listed program does, so the list does not cover it.
             return "refuse" if settings.ask == "off" else "ask"
         return decision
 
     def require_permission(self, caller: Caller, launch: Launch) -> None:
-        """Check that a command is not refused. One that a person must allow has been allowed before.
+        """Check that a command is not refused. Approval, where it is needed, was given before.
 
         Raises:
             Forbidden: the settings refuse it.
@@ -155,7 +155,7 @@ class CommandLauncher:
         )
 
     def build_question(self, caller: Caller, launch: Launch) -> ApprovalQuestion | None:
-        """Return what a person is asked before a command runs, or None if it runs or is refused unasked."""
+        """Return what a person is asked before a command runs, or None if it runs or is refused without a question."""
         if self.decide(caller, launch) != "ask":
             return None
         backend = self.find_backend(caller)
@@ -164,7 +164,7 @@ class CommandLauncher:
         words = parse_command(launch.command) if not launch.env else None
         environment = "".join(f", with {name}={value!r}" for name, value in sorted(launch.env.items()))
         return ApprovalQuestion(
-            # The place comes first: what follows it is the command, whatever lines it has.
+            # The place comes first, so that no line of the command can be mistaken for it.
             text=f"{where}, in {workdir}{environment}:\n{launch.command}",
             grant=None if words is None else shlex.join(words),
             binding=json.dumps([backend, caller.agent_id, launch.workdir, sorted(launch.env.items())]),
@@ -247,7 +247,7 @@ class CommandLauncher:
 
 
 def check_launch(launch: Launch) -> None:
-    """Check what a process cannot be given.
+    """Check that a process can be started with this command, directory and environment.
 
     Raises:
         InvalidInput: the command or a variable has a NUL character, is empty or too long.
@@ -261,12 +261,14 @@ def check_launch(launch: Launch) -> None:
     for name, value in launch.env.items():
         if not name or "=" in name or "\0" in name + value:
             raise InvalidInput(
-                f"{name!r} is not a valid variable.", "Use plain names and values.", field="env"
+                f"The variable {name!r} is not valid.",
+                "Use a name without '=', and no NUL character in name or value.",
+                field="env",
             )
     if sum(_measure(name + value) for name, value in launch.env.items()) > MAX_ENVIRONMENT_BYTES:
         raise InvalidInput("The variables are too long.", "Put them into a file.", field="env")
     if launch.workdir is not None and "\0" in launch.workdir:
-        raise InvalidInput("The directory has a NUL character.", "Use a plain path.", field="workdir")
+        raise InvalidInput("The directory contains a NUL character.", "Remove it.", field="workdir")
 
 
 def _measure(text: str) -> int:

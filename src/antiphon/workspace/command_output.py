@@ -1,4 +1,4 @@
-"""What a command printed, as a model reads it: all of it, or its beginning and its end."""
+"""Formats the output of a command for a model: all of it, or its beginning and its end."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from antiphon.engine.toolbox import OutputListener
 from antiphon.errors import AntiphonError
 from antiphon.workspace.keeper_client import OutputPart
 
-MAX_SHOWN_CHARACTERS = 29_000  # with what is said about the command, a result has at most 30,000
+MAX_SHOWN_CHARACTERS = 29_000  # with the state of the command, a result has at most 30,000
 MAX_BYTES_PER_CHARACTER = 4
 READ_BYTES = 256 * 1024
 MAX_PROGRESS_CHARACTERS = 2000
-FIRST_PROGRESS_SECONDS, MAX_PROGRESS_SECONDS = 0.5, 10.0  # between two looks at a running command
+FIRST_PROGRESS_SECONDS, MAX_PROGRESS_SECONDS = 0.5, 10.0  # per update about a running command
 PROGRESS_INTERVAL_FACTOR = 1.3
 
 PartReader = Callable[[int, int], Awaitable[OutputPart]]
@@ -28,7 +28,7 @@ class ShownOutput(NamedTuple):
 
 
 def decode_output(data: bytes) -> str:
-    """Return output as text that every store and model accepts; bytes that are no text become `?`."""
+    """Return output as text that every store and model accepts; bytes that are not text become `?`."""
     return data.decode("utf-8", "replace").replace("\ufffd", "?").replace("\0", "?")
 
 

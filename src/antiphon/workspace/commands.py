@@ -1,9 +1,9 @@
-"""Commands of agents: started once, looked after until their end, ended with their session.
+"""Runs the commands of agents: starts each one once, records its end, and ends it with its session.
 
-The keeper runs them and outlives this process; the rows (`engine.runs.command_rows`) say what was meant to happen. This
-module keeps the two in agreement: it starts what a row intends, records ends, and ends the processes of commands whose
-stop was requested. After a start, it goes on with what an earlier process left running. A process without commands
-does nothing here, and its keeper does not run.
+The keeper runs them and outlives this process; the rows (`engine.runs.command_rows`) record what was intended. This
+module reconciles the two: it starts the commands that rows intend, records ends, and ends the processes of commands
+whose stop was requested. After a restart, it resumes the commands that an earlier process left running. Without
+commands, nothing runs here, and neither does the keeper.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_CONCURRENT_READS = 4  # of whole outputs, which are held in memory
 
 SpecBuilder = Callable[[], Awaitable[CommandSpec]]
 NoticeBuilder = Callable[[Row, CommandEnd], str | None]
-"""Returns what a session reads about the end of a background command; None if it is not told."""
+"""Returns what a session reads about the end of a background command; None if it is not notified."""
 
 
 class Commands:
@@ -79,18 +79,18 @@ class Commands:
         self._owner_grace_seconds = owner_grace_seconds
         self._apply_effects = apply_effects
         self._live: set[str] = set()
-        self._attended: dict[str, int] = {}  # commands that a call is waiting for, with the number of calls
-        self._dormant: set[str] = set()  # not started yet; the run that meant them will say
+        self._awaited: dict[str, int] = {}  # commands that a call is waiting for, with the number of calls
+        self._unstarted: set[str] = set()  # intended but not started yet; their runs will start them
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._helpers: set[asyncio.Task[None]] = set()
+        self._background_tasks: set[asyncio.Task[None]] = set()
         self._reads = asyncio.Semaphore(MAX_CONCURRENT_READS)
         self._preparing = asyncio.Lock()
 
     # --- the life of this process ---
 
     async def start(self) -> None:
-        """Go on with the commands of an earlier process, if this directory ever had any."""
+        """Resume the commands of an earlier process, if this directory ever had any."""
         if self._store.shared:
             self._tasks.append(
                 asyncio.create_task(self._repeat(self._settle_abandoned, ABANDONED_POLL_SECONDS))
@@ -99,15 +99,15 @@ class Commands:
             await self._prepare()
 
     async def aclose(self) -> None:
-        """Stop looking after commands. They go on."""
-        for task in [*self._tasks, *self._helpers]:
+        """Stop monitoring commands. They keep running."""
+        for task in [*self._tasks, *self._background_tasks]:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._helpers, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._background_tasks, return_exceptions=True)
         self._tasks.clear()
         await self._keeper.close()
 
     async def _prepare(self) -> None:
-        """Find out which host this is, and go on with what runs on it."""
+        """Load the id of this host, and resume the commands that run on it."""
         async with self._preparing:
             if self._host:
                 return
@@ -119,7 +119,7 @@ class Commands:
             if not self._store.shared:
                 await self._settle_foreign()
             else:
-                self._help(self._end_given_up())
+                self._run_in_background(self._end_given_up())
             background = (
                 self._repeat(self._watch, 0),
                 self._repeat(self._listen_for_stops, 0),
@@ -132,11 +132,11 @@ class Commands:
             # The run that called it has ended, so no call will ask for its result.
             await self._store.tx(command_rows.continue_in_background, key)
         elif not row["background"]:
-            self._dormant.add(key)
+            self._unstarted.add(key)
         self._live.add(key)
 
     def _load_host(self) -> str:
-        """Return the id of this state directory, which is made with its first command."""
+        """Return the id of this state directory, which is created with its first command."""
         self._keeper.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(FileExistsError), self._host_path.open("x", encoding="ascii") as file:
             file.write(uuid.uuid4().hex)
@@ -152,7 +152,7 @@ class Commands:
             return
 
         async def measure() -> int:
-            is_ours = key in self._live  # else it may run on another host, and our keeper need not
+            is_ours = key in self._live  # otherwise another host may run it, and no keeper may run here
             return (await self._keeper.wait(key, 0)).output_bytes if is_ours else 0
 
         showing = asyncio.create_task(show_progress(measure, self._reader(key), listener))
@@ -163,9 +163,9 @@ class Commands:
             await asyncio.gather(showing, return_exceptions=True)
 
     async def execute(self, new: NewCommand, build_spec: SpecBuilder, wait_seconds: float | None) -> Row:
-        """Start a command, or join the one with its key, and wait for its end; then it goes on in the background.
+        """Start a command, or join the one with its key, wait for its end, and return its row.
 
-        With None for `wait_seconds`, wait until it has ended. Returns its row.
+        After `wait_seconds` it continues in the background; if that is None, wait until it has ended.
         """
         await self._prepare()
         row = await self._store.read(command_rows.find_command, new.key)
@@ -178,13 +178,13 @@ class Commands:
             return await self._wait_for_other_host(row, wait_seconds)
         if row["state"] not in LIVE_STATES or row["background"]:
             return row
-        with self._attend(new.key):
+        with self._mark_awaited(new.key):
             return await self._run(new.key, spec, build_spec, wait_seconds)
 
     async def _begin(self, new: NewCommand) -> tuple[Row, bool]:
-        """Commit the intent to start a command. It is looked after from then on, even if this call is cancelled."""
+        """Commit the intent to start a command. It is monitored from then on, even if this call is cancelled."""
         self._live.add(new.key)
-        self._dormant.add(new.key)
+        self._unstarted.add(new.key)
         self._changed.set()
         try:
             return await retry_while_store_full(
@@ -199,21 +199,20 @@ class Commands:
     ) -> Row:
         seconds = WATCH_SECONDS if wait_seconds is None else wait_seconds
         status = CommandStatus(state="unknown")
-        if spec is None:  # it was meant to start before a crash, and may have
+        if spec is None:  # it may have been started before a crash
             status = await self._keeper.wait(key, 0)
         if status.state == "unknown":
             status = await self._start(key, spec, build_spec, seconds)
         elif status.state == "running":
             status = await self._keeper.wait(key, seconds)
-        self._dormant.discard(key)
+        self._unstarted.discard(key)
         while status.state == "running":
             if wait_seconds is not None and (
                 row := await self._store.tx(command_rows.continue_in_background, key)
             ):
                 return row
-            status = await self._keeper.wait(
-                key, WATCH_SECONDS
-            )  # until its end, or as its stop was requested
+            # ends when the command does, also by a requested stop
+            status = await self._keeper.wait(key, WATCH_SECONDS)
         return await self._settle(key, status)
 
     async def _start(
@@ -249,7 +248,7 @@ class Commands:
             await asyncio.sleep(OTHER_HOST_POLL_SECONDS)
 
     async def wait_for_end(self, row: Row, seconds: float) -> Row:
-        """Return the row of a command when it has ended, or after a time."""
+        """Wait at most this long until a command has ended, and return its row."""
         if row["state"] not in LIVE_STATES or row["host"] != self._host:
             return row
         status = await self._keeper.wait(row["key"], seconds)
@@ -277,12 +276,12 @@ class Commands:
         await self._keeper.write(row["key"], write_id, data.encode(), eof=eof)
 
     async def stop(self, row: Row, reason: str) -> Row:
-        """End the processes of a command. Its end wakes nothing."""
+        """End the processes of a command. Its end wakes no session."""
         await self._store.tx(command_rows.stop_command, row["key"], reason)
         if row["host"] != self._host:
             self._bus.publish(COMMANDS_TOPIC, CommandStopRequested(key=row["key"], host=row["host"]))
             return row
-        with self._attend(row["key"]):
+        with self._mark_awaited(row["key"]):
             return await self._end(row["key"], reason) or row
 
     def is_here(self, row: Row) -> bool:
@@ -311,7 +310,7 @@ class Commands:
     # --- ends ---
 
     async def _settle(self, key: str, status: CommandStatus) -> Row:
-        """Record what the keeper says of the end of a command."""
+        """Record the end of a command as the keeper reports it."""
         row = await self._store.read(command_rows.find_command, key)
         if row is None:
             self._forget(key)
@@ -326,7 +325,7 @@ class Commands:
         shown, file = await self._collect_output(row, status.output_bytes)
         if status.refused_hosts:
             log.warning(
-                "A command was refused hosts that 'allowHosts' of its sandbox does not list: %s",
+                "A command tried to reach hosts that 'allowHosts' of its sandbox does not list: %s",
                 ", ".join(status.refused_hosts),
                 extra={"session_key": row["session_key"]},
             )
@@ -367,7 +366,7 @@ class Commands:
         if self._apply_effects is not None:
             await self._apply_effects(effects)
         if row["host"] == self._host:
-            self._help(self._acknowledge(key))
+            self._run_in_background(self._acknowledge(key))
         return recorded
 
     async def _acknowledge(self, key: str) -> None:
@@ -385,7 +384,7 @@ class Commands:
 
     def _forget(self, key: str) -> None:
         self._live.discard(key)
-        self._dormant.discard(key)
+        self._unstarted.discard(key)
         self._changed.set()
 
     def _reader(self, key: str) -> Callable[[int, int], Awaitable[OutputPart]]:
@@ -394,15 +393,15 @@ class Commands:
 
         return read
 
-    # --- looking after ---
+    # --- monitoring ---
 
-    def _attend(self, key: str) -> _Attendance:
-        return _Attendance(self._attended, self._live, self._changed, key)
+    def _mark_awaited(self, key: str) -> _AwaitedCommand:
+        return _AwaitedCommand(self._awaited, self._live, self._changed, key)
 
     async def _watch(self) -> None:
         """Record the ends of commands that no call waits for."""
         self._changed.clear()
-        keys = sorted(self._live - self._dormant - self._attended.keys())
+        keys = sorted(self._live - self._unstarted - self._awaited.keys())
         waiting: list[asyncio.Task[Any]] = [asyncio.create_task(self._changed.wait())]
         if keys:
             waiting.append(asyncio.create_task(self._settle_ended(keys)))
@@ -421,9 +420,9 @@ class Commands:
 
     async def _settle_ended(self, keys: list[str]) -> None:
         for key in await self._keeper.wait_any(keys, WATCH_SECONDS):
-            if key in self._live and key not in self._attended:
-                self._attended[key] = self._attended.get(key, 0) + 1  # one task at a time
-                self._help(self._settle_in_background(key))
+            if key in self._live and key not in self._awaited:
+                self._awaited[key] = self._awaited.get(key, 0) + 1  # one task at a time
+                self._run_in_background(self._settle_in_background(key))
 
     async def _settle_in_background(self, key: str) -> None:
         try:
@@ -436,9 +435,9 @@ class Commands:
             self._leave(key)
 
     def _leave(self, key: str) -> None:
-        self._attended[key] -= 1
-        if not self._attended[key]:
-            del self._attended[key]
+        self._awaited[key] -= 1
+        if not self._awaited[key]:
+            del self._awaited[key]
         self._changed.set()
 
     async def _listen_for_stops(self) -> None:
@@ -458,9 +457,9 @@ class Commands:
 
     async def _forget_unstarted(self) -> None:
         """Forget commands whose intent was not committed after all, or that ended without having been started."""
-        for key in self._dormant - self._attended.keys():
+        for key in self._unstarted - self._awaited.keys():
             row = await self._store.read(command_rows.find_command, key)
-            if (row is None or row["state"] not in LIVE_STATES) and key not in self._attended:
+            if (row is None or row["state"] not in LIVE_STATES) and key not in self._awaited:
                 self._forget(key)
 
     async def _wait_until_live(self) -> None:
@@ -471,7 +470,7 @@ class Commands:
                 await asyncio.sleep(STOP_POLL_SECONDS)
 
     async def _stop_requested(self, key: str, reason: str) -> None:
-        with self._attend(key):
+        with self._mark_awaited(key):
             try:
                 await self._end(key, reason)
             except (AntiphonError, TimeoutError) as error:
@@ -521,33 +520,33 @@ class Commands:
             try:
                 await work()
             except (AntiphonError, OSError, TimeoutError) as error:
-                log.warning("Looking after commands failed; retrying: %s", error)
+                log.warning("Failed to monitor commands; retrying: %s", error)
                 await asyncio.sleep(RETRY_SECONDS)
             except Exception:
-                log.exception("Looking after commands failed; retrying")
+                log.exception("Failed to monitor commands; retrying")
                 await asyncio.sleep(RETRY_SECONDS)
             else:
                 await asyncio.sleep(seconds)
 
-    def _help(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._helpers.add(task)
-        task.add_done_callback(self._helpers.discard)
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)
 
 
-class _Attendance:
-    """While it is entered, a call looks after a command itself."""
+class _AwaitedCommand:
+    """While it is entered, a call waits for the command, so nothing else records its end."""
 
-    def __init__(self, attended: dict[str, int], live: set[str], changed: asyncio.Event, key: str) -> None:
-        self._attended, self._live, self._changed, self._key = attended, live, changed, key
+    def __init__(self, awaited: dict[str, int], live: set[str], changed: asyncio.Event, key: str) -> None:
+        self._awaited, self._live, self._changed, self._key = awaited, live, changed, key
 
     def __enter__(self) -> None:
-        self._attended[self._key] = self._attended.get(self._key, 0) + 1
+        self._awaited[self._key] = self._awaited.get(self._key, 0) + 1
         self._live.add(self._key)
         self._changed.set()
 
     def __exit__(self, *_: object) -> None:
-        self._attended[self._key] -= 1
-        if not self._attended[self._key]:
-            del self._attended[self._key]
+        self._awaited[self._key] -= 1
+        if not self._awaited[self._key]:
+            del self._awaited[self._key]
         self._changed.set()

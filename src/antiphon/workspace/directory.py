@@ -1,10 +1,10 @@
 """A directory that file operations cannot leave.
 
 `WorkspaceDirectory` holds an open descriptor, and the kernel resolves every path below it (`openat2` with
-RESOLVE_BENEATH): a symbolic link that is swapped in at any moment leads nowhere outside. Where `openat2` is missing,
+RESOLVE_BENEATH): a symbolic link cannot lead outside, even if it is swapped in meanwhile. Where `openat2` is missing,
 paths are walked one component at a time and no link is followed.
 
-All methods block, so call them in a thread. Which session may use which directory is decided elsewhere.
+All methods block, so call them in a thread. `locations` decides which session uses which directory.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class WorkspaceDirectory:
             os.close(self._open_or_create_directory(name))
 
     def give_to(self, user: int) -> None:
-        """Make a user the owner of everything in it that belongs to root; nothing, if the directory is that user's.
+        """Make a user the owner of everything in it that belongs to root, unless the directory is that user's already.
 
         Links are not followed. Files of other users keep their owner.
         """
@@ -145,7 +145,7 @@ class WorkspaceDirectory:
         return FileContent(data, hashlib.sha256(data).hexdigest())
 
     def list_files(self, path: str, suffix: str, max_files: int) -> list[str]:
-        """Return the names of files in a directory, sorted; the last ones if there are too many, none without it."""
+        """Return the names of files in a directory, sorted; of too many, the last ones; none if it does not exist."""
         name = self.normalize(path)
         try:
             with self._report_errors(name):
@@ -175,8 +175,8 @@ class WorkspaceDirectory:
         agents start do not take part.
 
         Raises:
-            StaleFile: a file has another content than its writer expects.
-            TooLarge: the files that are there have more than `max_bytes` together.
+            StaleFile: a file does not have the content that its writer expects.
+            TooLarge: the existing files have more than `max_bytes` together.
             Unavailable: another program holds the workspace locked.
         """
         with self._lock():
@@ -258,7 +258,7 @@ class WorkspaceDirectory:
         """Lock the root, also for work below it. A program of an agent can hold the lock, so waiting is bounded."""
         fd = os.open(
             ".", _DIRECTORY_FLAGS, dir_fd=self._root_fd
-        )  # its own description, so that threads exclude each other
+        )  # a file description of its own, so that threads exclude each other
         try:
             until = time.monotonic() + LOCK_TIMEOUT_SECONDS
             while not _try_lock(fd):
@@ -314,7 +314,7 @@ class WorkspaceDirectory:
 
     @contextmanager
     def _report_errors(self, name: str) -> Generator[None]:
-        """Turn errors of the operating system into ours."""
+        """Translate errors of the operating system into `AntiphonError`."""
         try:
             yield
         except OSError as error:
@@ -360,7 +360,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def has_openat2() -> bool:
-    """Whether the kernel resolves paths beneath a directory for us."""
+    """Whether the kernel can resolve paths beneath a directory."""
     return sys.platform == "linux" and _probe_openat2()
 
 
@@ -443,7 +443,7 @@ def _write_atomically(parent: int, target: str, data: bytes, mode: int) -> None:
 
 
 def _create_temporary_file(parent: int, target: str) -> tuple[str, int]:
-    """Create the file that will become `target`. Its name is always the same, so none that a crash left stays there."""
+    """Create the file that will become `target`. Its name is always the same, so one that a crash left is replaced."""
     name = TEMPORARY_FILE_PREFIX + hashlib.sha256(os.fsencode(target)).hexdigest()[:32]
     with suppress(OSError):
         os.unlink(name, dir_fd=parent)

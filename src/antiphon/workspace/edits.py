@@ -236,7 +236,7 @@ class _LineSearch:
         self._normalize = normalize
         self._text = "\n" + "".join(f"{line}\n" for line in lines)
         self._offsets = list(itertools.accumulate((len(line) + 1 for line in lines), initial=0))
-        """Where each line's preceding newline is."""
+        """The position of the newline before each line."""
 
     def find(self, wanted: Sequence[str], position: int) -> int | None:
         """Return the first line at or after `position` at which the wanted lines begin."""

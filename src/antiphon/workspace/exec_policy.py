@@ -1,4 +1,4 @@
-"""Whether a command may run, must be approved by a person, or is refused. Pure.
+"""Decides whether a command may run, needs the approval of a person, or is refused. Pure.
 
 A grant (`allow-always`) is for one whole command, word by word; a list has patterns of whole commands
 (`command_patterns`). A command that a shell would read as more than its words is never covered by either: it is asked
@@ -26,12 +26,12 @@ DEFAULT_SAFE_PROGRAMS = ("cut", "head", "jq", "tail", "tr", "uniq", "wc")
 DEFAULT_TRUSTED_DIRECTORIES = ("/bin", "/usr/bin")
 MAX_PARSED_CHARACTERS = 10_000
 
-_SHELL_SYNTAX = re.compile(r"[$`;&|<>(){}\[\]*?~!#\n\r\\]")
+_SHELL_SYNTAX_PATTERN = re.compile(r"[$`;&|<>(){}\[\]*?~!#\n\r\\]")
 """Characters that a shell may act on. Quoted ones are refused as well: a person can judge them better than a parser."""
-_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-_NUMBERS = re.compile(r"[0-9][0-9,.-]*")
-_OPTION = re.compile(r"-{1,2}[A-Za-z][A-Za-z0-9-]*(=[\w,.:'\"-]*)?|-[0-9][0-9,.-]*")
-_FILE_OPTION = re.compile("file|from")  # such as `wc --files0-from=NAME`
+_ASSIGNMENT_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+_NUMBERS_PATTERN = re.compile(r"[0-9][0-9,.-]*")
+_OPTION_PATTERN = re.compile(r"-{1,2}[A-Za-z][A-Za-z0-9-]*(=[\w,.:'\"-]*)?|-[0-9][0-9,.-]*")
+_FILE_OPTION_PATTERN = re.compile("file|from")  # such as `wc --files0-from=NAME`
 
 
 class ExecRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class ExecRules(msgspec.Struct, frozen=True, kw_only=True):
     allowed_commands: Sequence[str] = ()
     """Patterns of commands (`command_patterns`)."""
     granted_commands: Collection[tuple[str, ...]] = ()
-    """Whole commands that a person allowed for good."""
+    """Whole commands that a person allowed permanently."""
     safe_programs: Sequence[str] = DEFAULT_SAFE_PROGRAMS
     """Programs that only filter their input, as long as they are given no file."""
     trusted_directories: Sequence[str] = DEFAULT_TRUSTED_DIRECTORIES
@@ -54,13 +54,13 @@ def parse_command(command: str) -> tuple[str, ...] | None:
 
 def split_command(command: str) -> tuple[str, ...] | None:
     """Return the words of a simple command, or None if it is anything else."""
-    if len(command) > MAX_PARSED_CHARACTERS or _SHELL_SYNTAX.search(command):
+    if len(command) > MAX_PARSED_CHARACTERS or _SHELL_SYNTAX_PATTERN.search(command):
         return None
     try:
         words = tuple(shlex.split(command))
     except ValueError:
         return None
-    if not words or not words[0] or _ASSIGNMENT.match(words[0]):
+    if not words or not words[0] or _ASSIGNMENT_PATTERN.match(words[0]):
         return None
     return words
 
@@ -101,7 +101,7 @@ def _is_listed(words: tuple[str, ...], rules: ExecRules) -> bool:
 def _may_name_a_file(words: Sequence[str]) -> bool:
     """Whether an argument of a filter could be a file. Options are not, nor numbers or field lists after an option."""
     return not all(
-        (_NUMBERS.fullmatch(word) and before.startswith("-"))
-        or (_OPTION.fullmatch(word) and not _FILE_OPTION.search(word))
+        (_NUMBERS_PATTERN.fullmatch(word) and before.startswith("-"))
+        or (_OPTION_PATTERN.fullmatch(word) and not _FILE_OPTION_PATTERN.search(word))
         for before, word in pairwise(words)
     )

@@ -1,4 +1,4 @@
-"""Reading and changing files for agents, durably: the file tools call this.
+"""Reads and changes files for agents, durably; the file tools call this.
 
 A session may only replace a version that it has read or written itself. Before files are replaced, their new versions
 are recorded with the tool call that writes them: the same call, repeated after a crash, finds its work done or
@@ -37,7 +37,7 @@ MAX_VERSIONS_PER_SESSION = 2000
 MAX_FILE_THREADS = 4
 OUTPUTS_DIRECTORY = ".antiphon/exec"
 MAX_KEPT_OUTPUTS = 20
-DELETED_VERSION = "deleted"  # in place of the hash of a file that is not there
+DELETED_VERSION = "deleted"  # in place of the hash of a file that does not exist
 
 _SQL = Queries("file_versions")
 _IMAGE_SIGNATURES = (
@@ -151,7 +151,7 @@ class WorkspaceFiles:
         return await self._change(caller, call, mount, steps)
 
     async def keep_output(self, caller: Caller, name: str, text: str) -> str:
-        """Keep the whole output of a command where `read` can open it. Returns its path; the oldest ones go.
+        """Keep the whole output of a command where `read` can open it, and return its path. The oldest are deleted.
 
         Raises:
             Forbidden: the workspace is read-only.
@@ -238,7 +238,7 @@ def _plan_patch(directory: WorkspaceDirectory, patch: FilePatch) -> list[FileRep
         case "add":
             return [FileReplacement(directory.normalize(patch.path), None, _encode(patch.content))]
         case "delete":
-            directory.read_file(patch.path, MAX_READ_BYTES)  # an error if it is not there
+            directory.read_file(patch.path, MAX_READ_BYTES)  # raises if it does not exist
             return [_plan_replacement(directory, patch.path, None)]
         case "update":
             text = _decode(patch.path, directory.read_file(patch.path, MAX_READ_BYTES).data)
@@ -348,7 +348,7 @@ def _decode(path: str, data: bytes) -> str:
 
 
 def find_image_type(data: bytes) -> str | None:
-    """Return the type of an image that models take, or None if it is none."""
+    """Return the type of an image that models take, or None for any other data."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "image/webp"
     return next((kind for signature, kind in _IMAGE_SIGNATURES if data.startswith(signature)), None)

@@ -37,7 +37,7 @@ class ProxySpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class CommandSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """A command to run, complete: nothing is inherited."""
+    """The complete description of a command; nothing is inherited."""
 
     argv: Sequence[str]
     cwd: str
@@ -45,7 +45,7 @@ class CommandSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     timeout: float
     """Seconds after which it is stopped."""
     stdin: bool = False
-    """Whether it can be written to; else its input is at its end."""
+    """Whether it can be written to; otherwise its input is empty."""
     pty: bool = False
     files: Mapping[str, bytes] = {}
     """Contents that the command reads from descriptors; in `argv`, a name stands for the number of its descriptor."""
@@ -55,7 +55,7 @@ class CommandSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class CommandStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """What the keeper knows of a job.
+    """The state of a job as the keeper knows it.
 
     `unknown` means that it was never started, `failed` that the command could not be started, and `lost` that the
     keeper ended before the command did: it may have had effects.
@@ -119,7 +119,7 @@ class KeeperClient:
         await self._request({"op": "write", "key": key, "id": write_id, "data": text, "eof": eof})
 
     async def stop(self, key: str, reason: str) -> CommandStatus:
-        """End the process tree of a job, and return what became of it."""
+        """End the process tree of a job, and return its status."""
         return msgspec.convert(
             await self._request({"op": "stop", "key": key, "reason": reason}), CommandStatus
         )
@@ -150,7 +150,7 @@ class KeeperClient:
         return answer
 
     async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request. One that a connection lost is repeated, since every request has its effect only once."""
+        """Send a request. One whose connection was lost is repeated, since requests are idempotent."""
         line = msgspec.json.encode(request) + b"\n"
         losses = 0
         while True:
@@ -162,7 +162,7 @@ class KeeperClient:
             losses += not reused
             if losses == MAX_LOST_CONNECTIONS:
                 raise Unavailable(
-                    "The process that runs commands ended while it was asked.", "Try again.", keeper=True
+                    "The process that runs commands ended during a request.", "Try again.", keeper=True
                 )
 
     @asynccontextmanager
@@ -236,7 +236,7 @@ class KeeperClient:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (self.directory / "keeper.log").open("ab") as log, suppress(subprocess.TimeoutExpired):
             subprocess.run(
-                [sys.executable, "-I", "-S", keeper.PROGRAM, str(self.directory)],
+                [sys.executable, "-I", "-S", keeper.PROGRAM_PATH, str(self.directory)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

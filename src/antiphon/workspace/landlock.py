@@ -1,4 +1,4 @@
-"""The sandbox `landlock`: a command that the kernel refuses every other file, and every socket.
+"""The sandbox `landlock`: the kernel denies a command all other files, and all sockets.
 
 It is weaker than `bwrap` and needs no namespaces, so it works in most containers. Commands keep the names of the
 host's directories, see that other processes exist, and are found by a variable in their environment when they end.
@@ -29,9 +29,9 @@ from antiphon.workspace.sandbox_backend import (
     read_attestation,
 )
 
-_READABLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", *READABLE_SYSTEM_FILES)
+_READABLE_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", *READABLE_SYSTEM_FILES)
 _READABLE_PROCESS_FILES = ("/proc/self", "/proc/meminfo", "/proc/cpuinfo", "/proc/stat", "/proc/filesystems")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_DEVICE_PATHS = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _NO_SOCKET_FAMILIES = ()
 
 
@@ -70,8 +70,8 @@ class Landlock:
         """Return the command line of the program that restricts itself and becomes `command`."""
         by_target = {mount.target: str(mount.path) for mount in mounts}
         spec = {
-            "readable": [*_READABLE, *_READABLE_PROCESS_FILES],
-            "devices": _DEVICES,
+            "readable": [*_READABLE_PATHS, *_READABLE_PROCESS_FILES],
+            "devices": _DEVICE_PATHS,
             "mounts": [(str(mount.root), mount.below, mount.writable) for mount in mounts],
             "cwd": _locate_directory(mounts, cwd),
             "user": self._user,

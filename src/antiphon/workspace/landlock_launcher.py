@@ -24,12 +24,12 @@ _PATH_BENEATH = 1
 _GET_VERSION = 1
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 1, 22, 38, 2
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIRECTORY, _TRUNCATE = 1, 2, 4, 8, 1 << 14
-_READ = _EXECUTE | _READ_FILE | _READ_DIRECTORY
-_MAKE_DEVICES = (1 << 6) | (1 << 11)  # character and block devices, which nothing allows
+_READ_RIGHTS = _EXECUTE | _READ_FILE | _READ_DIRECTORY
+_MAKE_DEVICE_RIGHTS = (1 << 6) | (1 << 11)  # character and block devices, which nothing allows
 _FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | 1 << 15
 _HANDLED_BY_VERSION = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
-_TCP = 3  # bind and connect
-_SCOPES = 3  # abstract unix sockets and signals
+_TCP_RIGHTS = 3  # bind and connect
+_SCOPE_FLAGS = 3  # abstract unix sockets and signals
 _REFUSED_STATUS = 126
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -70,9 +70,9 @@ def create_ruleset(version: int) -> tuple[int, int]:
     handled = _HANDLED_BY_VERSION[max(known for known in _HANDLED_BY_VERSION if known <= version)]
     attributes = [handled]
     if version >= 4:
-        attributes.append(_TCP)
+        attributes.append(_TCP_RIGHTS)
     if version >= 6:
-        attributes.append(_SCOPES)
+        attributes.append(_SCOPE_FLAGS)
     data = struct.pack(f"={len(attributes)}Q", *attributes)
     return _call(_CREATE_RULESET, data, ctypes.c_size_t(len(data)), 0), handled
 
@@ -113,13 +113,13 @@ def restrict(spec: dict[str, Any], parent: int) -> None:
     if version == 0:
         raise LaunchRefused("this kernel has no Landlock, or it is off")
     ruleset, handled = create_ruleset(version)
-    everything = handled & ~_MAKE_DEVICES
+    everything = handled & ~_MAKE_DEVICE_RIGHTS
     for path in spec["readable"]:
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
             continue
-        allow(ruleset, fd, _READ & handled)
+        allow(ruleset, fd, _READ_RIGHTS & handled)
         os.close(fd)
     devices = _WRITE_FILE | _READ_FILE
     for path in spec["devices"]:
@@ -128,7 +128,7 @@ def restrict(spec: dict[str, Any], parent: int) -> None:
         os.close(fd)
     for root, below, writable in spec["mounts"]:
         fd = open_beneath(root, below)
-        allow(ruleset, fd, everything if writable else _READ & handled)
+        allow(ruleset, fd, everything if writable else _READ_RIGHTS & handled)
         os.close(fd)
     fd = open_beneath(*spec["cwd"])
     os.fchdir(fd)

@@ -1,4 +1,4 @@
-"""What an agent has written down for later: `MEMORY.md` and `memory/*.md` of its workspace.
+"""The notes of an agent: `MEMORY.md` and `memory/*.md` of its workspace.
 
 The files are searched as they are, without an index, which is fast enough for what an agent writes. What is read is
 bounded; the newest notes come first, since the names of daily notes are dates.
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class MemoryPassage(msgspec.Struct, frozen=True, rename="camel"):
-    """Lines of a file that match a query; `score` is the part of the query's words that occur in them."""
+    """Lines of a file that match a query; `score` is the share of the query's words that occur in them."""
 
     path: str
     start_line: int

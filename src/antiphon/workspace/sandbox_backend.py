@@ -202,14 +202,14 @@ if { true < "$CANARY"; } 2>/dev/null; then echo "canary: readable"; else echo "c
 for mount in $MOUNTS; do echo "mount $mount: $(stat -c %d:%i "$mount" 2>&1)"; done
 if [ -w /proc/sys/kernel/core_pattern ]; then echo "sysctl: writable"; else echo "sysctl: read-only"; fi
 """
-"""Run inside a sandbox, tells what it can see.
+"""Reports what a sandbox can see, when it is run inside.
 
 `CANARY` is a file in the state directory, and `MOUNTS` the names of the mounts.
 """
 
 
 def read_attestation(output: str) -> dict[str, str]:
-    """Return the facts that the attestation tells."""
+    """Return the facts that the attestation reports."""
     return dict(line.split(": ", 1) for line in output.splitlines() if ": " in line)
 
 

@@ -63,7 +63,7 @@ def remove_idle_directories(config: Config, state_dir: Path, idle_hours: float) 
 
 
 def list_idle_directories(config: Config, state_dir: Path, now: int) -> dict[Path, int]:
-    """Return what `sandbox.prune` lets be removed, with the time since which it must not have been used.
+    """Return the directories that `sandbox.prune` allows to be removed if they were not used since the given time.
 
     A directory that agents share is kept for the longest of their times. What an earlier pass left is removed.
     """
@@ -107,7 +107,7 @@ def _get_idle_hours(prune: SandboxPrune) -> float:
 
 
 def _delete_tree(path: Path) -> None:
-    """Delete a directory that no session uses, also if a command has taken the permissions of its parts away."""
+    """Delete a directory that no session uses, even if a command has removed permissions in it."""
     shutil.rmtree(path, ignore_errors=True)
     for folder, names, _ in os.walk(path):
         for name in names:
@@ -118,7 +118,7 @@ def _delete_tree(path: Path) -> None:
 
 
 def _find_directories(root: Path, agent_id: str) -> Iterator[Path]:
-    """Yield the directories with the names that Antiphon gives; nothing else in a chosen root is taken for one."""
+    """Yield the directories whose names Antiphon gives; anything else in a configured root is ignored."""
     for candidate in (root / SHARED_DIRECTORY_NAME, *(root / agent_id).glob("*")):
         is_ours = candidate.parent == root or OWN_DIRECTORY_NAME_PATTERN.fullmatch(candidate.name)
         if is_ours and candidate.is_dir() and not candidate.is_symlink():

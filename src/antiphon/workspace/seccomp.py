@@ -38,7 +38,7 @@ class _Architecture(NamedTuple):
 # The numbers from 424 on are the same everywhere: open_tree, move_mount, fsopen, fsconfig, fsmount, fspick,
 # mount_setattr, io_uring_setup, io_uring_enter, io_uring_register.
 _COMMON_REFUSED = (428, 429, 430, 431, 432, 433, 442, 425, 426, 427)
-_ARCHITECTURES = {
+_ARCHITECTURE_BY_MACHINE = {
     "x86_64": _Architecture(
         audit=0xC000003E,
         # keyctl, add_key, request_key, bpf, userfaultfd, ptrace, perf_event_open, mount, umount2, pivot_root, chroot,
@@ -98,7 +98,7 @@ def build_filter(
     machine: str | None = None, *, socket_families: Sequence[int] = ALLOWED_SOCKET_FAMILIES
 ) -> bytes | None:
     """Return the filter for this machine, or None if its system calls are not known here."""
-    known = _ARCHITECTURES.get(machine or platform.machine())
+    known = _ARCHITECTURE_BY_MACHINE.get(machine or platform.machine())
     if known is None:
         return None
     program = [

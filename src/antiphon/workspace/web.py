@@ -159,7 +159,7 @@ class WebClient:
                 return FetchedPage(url=url, status=response.status_code, content_type="", body=b""), location
             if response.headers.get("content-encoding", "identity").lower() != "identity":
                 raise Unavailable(
-                    f"{url[:200]!r} was answered in an unsupported content encoding.", "Use another page."
+                    f"{url[:200]!r} has an answer in an unsupported content encoding.", "Use another page."
                 )
             body, is_truncated = await self._read_body(response)
             content_type = response.headers.get("content-type", "")

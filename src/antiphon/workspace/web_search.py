@@ -1,4 +1,4 @@
-"""Searching the web through the service that the operator has configured: Brave Search or SearXNG.
+"""Searches the web through the service that the operator has configured: Brave Search or SearXNG.
 
 The operator chooses the address of the service, so it may be local; it is reached without following redirects, which
 would pass the key on. Answers are kept for a while, in memory and bounded.
@@ -39,7 +39,7 @@ class WebSearchResult(msgspec.Struct, frozen=True):
 
 
 class WebSearch:
-    """Searches with one service, and remembers answers for a while."""
+    """Searches with one service, and caches its answers for a while."""
 
     def __init__(self, settings: WebSearchConfig, clock: Clock, *, user_agent: str = "Antiphon") -> None:
         self._settings = settings
@@ -143,7 +143,9 @@ def _read_rows(page: FetchedPage, find_rows: Callable[[dict[str, Any]], object])
     except (msgspec.DecodeError, AttributeError):
         rows = None
     if not isinstance(rows, list):
-        raise Unavailable("The search service answered with something else than results.", "Try again later.")
+        raise Unavailable(
+            "The answer of the search service does not contain search results.", "Try again later."
+        )
     return cast("list[Any]", rows)
 
 

@@ -1,4 +1,4 @@
-"""The program of the keeper, started by path: neither the environment nor site packages are its own."""
+"""The keeper's program, started by path, without the environment and the packages of the gateway."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(directory: Path) -> int:
-    """Start a keeper for the directory, unless it has one. Returns when it can be connected to."""
+    """Start a keeper for the directory, unless it has one. Returns when it accepts connections."""
     os.umask(0o077)
     os.chdir(directory)  # the address of a socket may have 108 bytes, and a path more
     (directory / JOBS_NAME).mkdir(mode=0o700, exist_ok=True)
@@ -44,7 +44,7 @@ def main(directory: Path) -> int:
     listener.listen(64)
     if os.fork() == 0:  # the first process returns when connections are accepted
         os.setsid()
-        with contextlib.suppress(AttributeError, OSError):  # processes whose parent ends become ours
+        with contextlib.suppress(AttributeError, OSError):  # orphaned processes become its children
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         asyncio.run(Keeper(Path.cwd()).run(listener))
     return 0

@@ -22,7 +22,7 @@ MAX_ADDRESSES_TRIED = 4
 MAX_KEPT_REFUSALS = 20
 CHUNK_BYTES = 64 * 1024
 
-_METHOD = re.compile(r"[A-Z]{1,20}")
+_METHOD_PATTERN = re.compile(r"[A-Z]{1,20}")
 _HEADERS_OF_ONE_CONNECTION = frozenset(
     {b"connection", b"host", b"keep-alive", b"proxy-authorization", b"proxy-connection"}
 )
@@ -34,7 +34,7 @@ Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 
 class ProxyTimeouts(NamedTuple):
     head_seconds: float = 20.0
-    connect_seconds: float = 20.0  # with the resolution of the name
+    connect_seconds: float = 20.0  # including the resolution of the name
     idle_seconds: float = 300.0
 
 
@@ -47,7 +47,7 @@ class ProxyRequest(NamedTuple):
 
 
 class RequestFailed(Exception):
-    """A request that is not passed on: the status and the sentence of the answer."""
+    """A request that is not forwarded: the status and the sentence of the answer."""
 
     def __init__(self, status: str, text: str) -> None:
         super().__init__(text)
@@ -84,7 +84,7 @@ class HostProxy:
             self._server.close()
 
     def close(self) -> None:
-        """Stop listening, and end what is connected."""
+        """Stop listening, and end every connection."""
         self._is_closed = True
         if self._server is not None:
             self._server.close()
@@ -106,7 +106,7 @@ class HostProxy:
             await self._pass_on(reader, writer)
         except RequestFailed as error:
             writer.write(build_answer(error.status, str(error)))
-        except (OSError, asyncio.IncompleteReadError):  # one of both sides has gone
+        except (OSError, asyncio.IncompleteReadError):  # one side has disconnected
             pass
         finally:
             writer.close()
@@ -190,15 +190,15 @@ class HostProxy:
 
 
 def parse_request(head: bytes) -> ProxyRequest:
-    """Return where a request goes, and what is sent there.
+    """Return the host a request goes to, and what is sent there.
 
     A connection is for one request, since the next one could be for another host.
     """
     line, *fields = head[:-4].split(b"\r\n")
     try:
         method, target, version = line.decode("ascii").split(" ")
-        if not _METHOD.fullmatch(method) or version not in ("HTTP/1.0", "HTTP/1.1"):
-            raise ValueError("its first line is not one of HTTP/1")
+        if not _METHOD_PATTERN.fullmatch(method) or version not in ("HTTP/1.0", "HTTP/1.1"):
+            raise ValueError("its first line is not a request line of HTTP/1")
         if method == "CONNECT":
             host, port = split_authority(target)
             if port is None:

@@ -1,4 +1,4 @@
-"""The directory of a job: what was asked, what was printed, how it ended.
+"""The directory of a job: its specification, its output and its result.
 
 jobs/<digest of the key>/spec.json      written before the command starts
                          output.head    the first part of what it prints
@@ -25,7 +25,7 @@ Json: TypeAlias = dict[str, Any]
 class Output:
     """What a command prints, within a bounded space on disk: its beginning and its end.
 
-    Of a part that does not fit on a full disk, the rest is left out.
+    On a full disk, the part that does not fit is left out.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -113,7 +113,7 @@ def load_result(folder: Path) -> Json | None:
 
 
 def load_process_id(folder: Path) -> str:
-    """Return the id that the processes of a job have. Before they had one of their own, it was the directory's name."""
+    """Return the id that the processes of a job have; the directory's name, for jobs of earlier versions."""
     try:
         return json.loads((folder / "spec.json").read_bytes()).get("processId", folder.name)
     except (OSError, ValueError):
@@ -121,7 +121,7 @@ def load_process_id(folder: Path) -> str:
 
 
 def write_json(path: Path, value: Json, *, survives_power_failure: bool = True) -> None:
-    """Write a file so that it is there completely or not at all."""
+    """Write a file atomically."""
     draft = path.with_name(path.name + ".draft")
     with draft.open("w", encoding="utf-8") as file:
         json.dump(value, file)

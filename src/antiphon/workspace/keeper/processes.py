@@ -1,4 +1,4 @@
-"""The processes of a job: found also when they have left its process group and cleared their environment."""
+"""Finds the processes of a job, even those that have left its process group or cleared their environment."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ JOB_VARIABLE = "ANTIPHON_JOB"  # in the environment of a command
 
 
 def compute_mark(process_id: str) -> int:
-    """Return a number by which the processes of a job are found that have cleared their environment."""
+    """Return the number that identifies processes of a job even after they have cleared their environment."""
     return 1 << 60 | int(process_id[:15], 16)
 
 
 def make_process_id() -> str:
-    """Return an id for the processes of a job. Its key is no such id: keepers of other directories may have it, too."""
+    """Return a unique id for the processes of a job. Its key is not: keepers of other directories may have the same."""
     return os.urandom(16).hex()
 
 
 def set_mark(mark: int) -> None:
-    """Mark the processes that are started from now on, by a limit that they inherit and that limits nothing.
+    """Mark the processes that are started from now on, by a resource limit that they inherit.
 
-    It is the microseconds that a real-time process may compute without a pause.
+    It is RLIMIT_RTTIME, which only concerns real-time processes.
     """
     if sys.platform == "linux" and resource.getrlimit(resource.RLIMIT_RTTIME)[1] == resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_RTTIME, (mark, resource.RLIM_INFINITY))
@@ -36,7 +36,7 @@ def read_mark(process: Path) -> bytes:
 
 
 def has_children() -> bool:
-    """Whether this process has any child. What an ended command left behind has become one, where that is possible."""
+    """Whether this process has a child. It adopts, where possible, the processes that an ended command left behind."""
     if sys.platform != "linux":
         return True
     try:

@@ -130,7 +130,7 @@ class RunningCommand:
             data = os.read(self._output_fd, 65536)
         except BlockingIOError:
             return
-        except OSError:  # a terminal whose last user has gone
+        except OSError:  # a terminal that no process has open any more
             data = b""
         if data:
             self._output.append(data)
@@ -220,10 +220,10 @@ class RunningCommand:
             await asyncio.sleep(0.01)
 
     async def finish(self, status: int) -> Json:
-        """Note how the command ended, and return its result."""
+        """Record how the command ended, and return its result."""
         assert self._process is not None
         self._process.returncode = os.waitstatus_to_exitcode(status)
-        with contextlib.suppress(TimeoutError):  # a process in the background may hold the pipe for ever
+        with contextlib.suppress(TimeoutError):  # a background process may hold the pipe open
             await asyncio.wait_for(self._output_closed.wait(), DRAIN_SECONDS)
         if self._output_fd is not None:
             self._read_output()

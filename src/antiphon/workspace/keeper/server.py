@@ -1,4 +1,4 @@
-"""Serves the requests of clients, and keeps the directories of jobs."""
+"""Serves the requests of clients, and manages the directories of jobs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Keeper:
             )
 
     def _settle_lost_jobs(self) -> None:
-        """Note jobs of an earlier keeper that have no result as lost, and end what is left of them."""
+        """Record jobs of an earlier keeper that have no result as lost, and end their processes."""
         for folder in self._jobs_directory.iterdir():
             if (folder / "spec.json").exists() and load_result(folder) is None:
                 for pid in find_job_processes(load_process_id(folder), None, {}):
@@ -129,7 +129,7 @@ class Keeper:
         self._job_ended.set()
 
     def _write_result(self, folder: Path, result: Json, *, survives_power_failure: bool = True) -> None:
-        """Write how a job ended. Where the disk is full, it is kept in memory until it can be written."""
+        """Write how a job ended. While the disk is full, the result is kept in memory."""
         try:
             write_json(folder / "result.json", result, survives_power_failure=survives_power_failure)
         except OSError:
