@@ -466,9 +466,10 @@ async def test_a_gateway_killed_at_any_commit_runs_a_command_at_most_once(
         kill_at += 1
         state_dir = tmp_path / str(kill_at)
         effect = tmp_path / f"effect-{kill_at}"
-        command = f"echo once >> {effect}; echo done"
+        message = f"call exec {json.dumps({'command': f'echo once >> {effect}; echo done'})}"
         victim = await asyncio.create_subprocess_exec(
-            sys.executable, str(GATEWAY), str(state_dir), command, str(kill_at)
+            *(sys.executable, str(GATEWAY), str(state_dir)),
+            *(json.dumps(ON_THIS_MACHINE), message, str(kill_at)),
         )
         was_killed = await asyncio.wait_for(victim.wait(), 90) == -signal.SIGKILL
         if also_keeper and (found := find_keeper(state_dir)):

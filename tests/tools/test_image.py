@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import importlib
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from antiphon.config import Config
+from antiphon.engine.runs import lifecycle
+from antiphon.errors import StoreFull
+from antiphon.store import Tx
 from support.agents_fixture import AgentsFixture, make_agents_config, open_agents_fixture
 from support.app_fixture import MAIN, OPERATOR
 from support.model_provider import Answer, Call, Failure, Provider, Tokens
+from tools.command_gateway import RUN_ID
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("T1")]
 
@@ -134,3 +141,69 @@ async def test_a_model_that_fails_or_is_silent_is_an_answer(
         )  # the package has a function of this name
         monkeypatch.setattr(image_module, "ANSWER_TIMEOUT_SECONDS", 0.05)
         assert "within" in (await use(agents, path="a.png"))["error"]
+
+
+GATEWAY = Path(__file__).with_name("command_gateway.py")
+COMMITS_KILLED_AT = {
+    "before the usage": 1,
+    "after the usage": 2,
+    "before the result": 3,
+    "after the result": 4,
+}
+
+
+@pytest.mark.sqlite_only
+@pytest.mark.requirement("AT20", "G28")
+@pytest.mark.parametrize("moment", COMMITS_KILLED_AT)
+async def test_after_a_crash_the_question_is_asked_again_and_every_answer_is_counted(
+    tmp_path: Path, moment: str
+) -> None:
+    """Each commit after the answer is a moment to be killed. The usage of an answer is recorded in the first."""
+    state, answered = tmp_path / "state", tmp_path / "answered"
+    put_image(state, "kettle.png")
+
+    def choose(body: Json) -> Answer:
+        if is_about_image(body):
+            answered.touch()
+        return answer_step(body)
+
+    async with Provider(choose=choose).running() as provider:
+        config = make_config(provider, imageModel="local/eye")
+        victim = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(GATEWAY), str(state)),
+            config.model_dump_json(by_alias=True, exclude_unset=True),
+            *("look", str(COMMITS_KILLED_AT[moment]), str(answered)),
+        )
+        assert await asyncio.wait_for(victim.wait(), 90) == -signal.SIGKILL
+        async with open_agents_fixture(config, state) as agents:
+            ended = await agents.wait_for_end(RUN_ID)
+            assert ended.reply == "It says: A red kettle.", ended.error
+            lines = await agents.operations.transcripts.get_usage(OPERATOR, MAIN)
+        asked = sum(map(is_about_image, provider.bodies))
+    assert asked == (1 if moment == "after the result" else 2)
+    recorded = {line.model: line.calls for line in lines}
+    assert recorded["eye"] == asked - (moment == "before the usage")
+
+
+async def test_a_full_disk_does_not_ask_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [StoreFull("There is no room left.", "Make some."), StoreFull("Still none.", "Make some.")]
+    image_module = importlib.import_module("antiphon.tools.image")
+
+    async def record(tx: Tx, *arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        await lifecycle.record_tool_usage(tx, *arguments)
+
+    monkeypatch.setattr(image_module, "record_tool_usage", record)
+    monkeypatch.setattr(lifecycle, "STORE_FULL_RETRY_SECONDS", 0.01)
+    put_image(tmp_path, "kettle.png")
+    async with (
+        Provider(choose=answer_step).running() as provider,
+        open_agents_fixture(make_config(provider, imageModel="local/eye"), tmp_path) as agents,
+    ):
+        ended = await agents.ask("look")
+        assert ended.reply == "It says: A red kettle.", ended.error
+        lines = await agents.operations.transcripts.get_usage(OPERATOR, MAIN)
+    assert failures == []
+    assert sum(map(is_about_image, provider.bodies)) == 1
+    assert {line.model: line.calls for line in lines}["eye"] == 1

@@ -1,4 +1,8 @@
-"""The tool `image`: a model that accepts images describes one of the workspace."""
+"""The tool `image`: a model that accepts images describes one of the workspace.
+
+A question has no effect, so after a crash it is asked again. That may cost twice, so the usage of every answer is
+recorded as soon as it is there, before the result of the call.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.clock import Clock
-from antiphon.engine.runs.lifecycle import record_tool_usage
+from antiphon.engine.runs.lifecycle import record_tool_usage, retry_while_store_full
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
 from antiphon.errors import ConfigError, InvalidInput, ProviderError, Unavailable
 from antiphon.messages import AssistantMessage, ImageBlock, TextBlock, UserMessage
@@ -109,7 +113,11 @@ class ImageViewer(msgspec.Struct, frozen=True):
             raise Unavailable(
                 f"The model {ref!r} did not answer: {error.what}", "Work without this tool."
             ) from error
-        await self.store.tx(record_tool_usage, call.run_id, prompt.session_key, answer, self.clock.now())
+        await retry_while_store_full(  # without asking, and paying, again
+            lambda: self.store.tx(
+                record_tool_usage, call.run_id, prompt.session_key, answer, self.clock.now()
+            )
+        )
         return answer
 
 
