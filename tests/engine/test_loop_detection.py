@@ -168,9 +168,12 @@ def test_an_interrupted_run_goes_on_counting() -> None:
         ({}, True),
         ({"enabled": True}, True),
         ({"enabled": True, "warningThreshold": 2, "criticalThreshold": 3}, True),
-        ({"enabled": True, "warningThreshold": 20}, False),
-        ({"enabled": True, "globalCircuitBreakerThreshold": 20}, False),
-        ({"enabled": True, "historySize": 29}, False),
+        ({"enabled": True, "warningThreshold": 20}, True),
+        ({"enabled": True, "globalCircuitBreakerThreshold": 20}, True),
+        ({"enabled": True, "warningThreshold": 20, "criticalThreshold": 20}, False),
+        ({"enabled": True, "criticalThreshold": 5, "globalCircuitBreakerThreshold": 5}, False),
+        ({"enabled": True, "globalCircuitBreakerThreshold": 3}, False),
+        ({"enabled": True, "historySize": 30}, True),
         ({"enabled": False, "historySize": 29}, True),
         ({"enabled": True, "historySize": 1001}, False),
         ({"enabled": True, "warningThreshold": 1}, False),
@@ -188,6 +191,49 @@ def test_thresholds_that_are_out_of_order_are_refused(settings: dict[str, Any], 
         else:
             with pytest.raises(ConfigError, match="loopDetection"):
                 parse(raw)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (10, 20, 30)),
+        ({"warningThreshold": 20}, (20, 21, 30)),
+        ({"warningThreshold": 40}, (40, 41, 42)),
+        ({"criticalThreshold": 30}, (10, 30, 31)),
+        ({"criticalThreshold": 5}, (4, 5, 30)),
+        ({"globalCircuitBreakerThreshold": 4}, (2, 3, 4)),
+    ],
+)
+def test_a_threshold_that_is_not_set_gives_way(settings: dict[str, Any], expected: tuple[int, ...]) -> None:
+    config, _ = parse({"tools": {"loopDetection": {"enabled": True, **settings}}})
+    limits = config.get_agent("main").loop_detection
+    assert limits is not None
+    counts = limits.warning_threshold, limits.critical_threshold, limits.global_circuit_breaker_threshold
+    assert counts == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [({"historySize": 10}, 30), ({"historySize": 29}, 30), ({"globalCircuitBreakerThreshold": 50}, 50)],
+)
+def test_the_history_has_room_for_the_circuit_breaker(settings: dict[str, Any], count: int) -> None:
+    """A configuration of another gateway, where the history may be shorter, is loaded with a warning."""
+    asked = {"enabled": True, **settings}
+    for raw, path in (
+        ({"tools": {"loopDetection": asked}}, "tools.loopDetection.historySize"),
+        (
+            {"agents": {"list": [{"id": "main", "tools": {"loopDetection": asked}}]}},
+            "agents.list[0].tools.loopDetection.historySize",
+        ),
+    ):
+        config, warnings = parse(raw)
+        limits = config.get_agent("main").loop_detection
+        assert limits is not None
+        assert limits.history_size == limits.global_circuit_breaker_threshold == count
+        told = [text for text in warnings if path in text]
+        assert [f"so {count} count" in text for text in told] == [True] * ("historySize" in settings)
+        call = CallRecord(b"call", b"result")
+        assert decide_repeat(count_repeats([call] * limits.history_size, call.call), limits) == "end"
 
 
 def test_detectors_of_other_gateways_are_a_warning() -> None:

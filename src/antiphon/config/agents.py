@@ -24,6 +24,7 @@ from antiphon.config.base import (
 from antiphon.config.compat import ToolNames
 from antiphon.config.sandbox import EntrySandbox, SandboxConfig, merge_sandbox
 from antiphon.config.sections import (
+    MIN_LOOP_COUNT,
     ExecConfig,
     LoopDetectionConfig,
     ProviderToolLists,
@@ -322,17 +323,24 @@ def merge_exec_settings(own: ExecConfig, general: ExecConfig) -> ExecSettings:
 def merge_loop_detection(
     own: LoopDetectionConfig, general: LoopDetectionConfig
 ) -> LoopDetectionSettings | None:
-    """Return the limits of an agent, or None if its calls are not counted; its own keys win."""
+    """Return the limits of an agent, or None if its calls are not counted; its own keys win.
+
+    A threshold that is not set gives way to those that are, and the history has room for the circuit breaker.
+    """
     merged = _apply_overrides(general, own)
     if not merged.enabled:
         return None
-    defaults = LoopDetectionSettings()
+    defaults, least = LoopDetectionSettings(), MIN_LOOP_COUNT
+    warning, critical = merged.warning_threshold, merged.critical_threshold
+    breaker = merged.global_circuit_breaker_threshold or max(
+        defaults.global_circuit_breaker_threshold, (critical or 0) + 1, (warning or 0) + 2
+    )
+    critical = critical or max(min(defaults.critical_threshold, breaker - 1), (warning or 0) + 1, least)
     return LoopDetectionSettings(
-        history_size=merged.history_size or defaults.history_size,
-        warning_threshold=merged.warning_threshold or defaults.warning_threshold,
-        critical_threshold=merged.critical_threshold or defaults.critical_threshold,
-        global_circuit_breaker_threshold=merged.global_circuit_breaker_threshold
-        or defaults.global_circuit_breaker_threshold,
+        history_size=max(merged.history_size or defaults.history_size, breaker),
+        warning_threshold=warning or max(min(defaults.warning_threshold, critical - 1), least),
+        critical_threshold=critical,
+        global_circuit_breaker_threshold=breaker,
     )
 
 

@@ -416,9 +416,9 @@ class ApprovalsConfig(Section):
     )
 
 
-MAX_LOOP_HISTORY = 1000
+MIN_LOOP_COUNT, MAX_LOOP_HISTORY = 2, 1000
 
-LoopCount = Annotated[int, Field(ge=2, le=MAX_LOOP_HISTORY)]
+LoopCount = Annotated[int, Field(ge=MIN_LOOP_COUNT, le=MAX_LOOP_HISTORY)]
 
 
 class LoopDetectionConfig(Section):

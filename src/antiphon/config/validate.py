@@ -18,6 +18,7 @@ from antiphon.config.schema import Config
 from antiphon.config.sections import (
     NATIVE_PROVIDER_APIS,
     PUBLIC_PROVIDER_KEY_VARIABLES,
+    LoopDetectionConfig,
     UnsupportedSearchProvider,
 )
 from antiphon.config.tool_lists import find_tool_list_warnings
@@ -79,6 +80,7 @@ def find_warnings(config: Config) -> Iterator[str]:
             "'tools.web.search.enabled' is true, but no search service is configured, so 'web_search' is not offered."
             " Set 'apiKey' (Brave Search) or 'searxng.baseUrl' there."
         )
+    yield from _warn_short_loop_histories(config)
     yield from _warn_exec(config)
     yield from _warn_allowlists(config)
     yield from _warn_sandboxed_functions(config)
@@ -347,30 +349,43 @@ def _check_sandbox_networks(config: Config) -> Iterator[Problem]:
 
 def _check_loop_detection(config: Config) -> Iterator[Problem]:
     """Thresholds in the wrong order, of which one would never be reached."""
-    general = config.tools.loop_detection
-    levels = [("tools.loopDetection", general, general)]
-    levels += [
-        (f"agents.list[{n}].tools.loopDetection", agent.tools.loop_detection, general)
-        for n, agent in enumerate(config.agents.list)
-        if agent.tools.loop_detection.model_fields_set
-    ]
-    for path, own, base in levels:
-        limits = merge_loop_detection(own, base)
+    for path, own in _list_loop_detections(config):
+        limits = merge_loop_detection(own, config.tools.loop_detection)
         if limits is None:
             continue
         counts = (
             limits.warning_threshold,
             limits.critical_threshold,
             limits.global_circuit_breaker_threshold,
-            limits.history_size + 1,
         )
         if list(counts) != sorted(set(counts)):
             yield Problem(
                 path,
                 f"The thresholds of {path!r} are not in order: warning {counts[0]}, critical {counts[1]}, circuit"
-                f" breaker {counts[2]}, history {limits.history_size}.",
-                "Use warningThreshold < criticalThreshold < globalCircuitBreakerThreshold <= historySize.",
+                f" breaker {counts[2]}.",
+                "Use warningThreshold < criticalThreshold < globalCircuitBreakerThreshold.",
             )
+
+
+def _warn_short_loop_histories(config: Config) -> Iterator[str]:
+    """Warnings for histories that would be forgotten before the circuit breaker trips."""
+    general = config.tools.loop_detection
+    for path, own in _list_loop_detections(config):
+        limits = merge_loop_detection(own, general)
+        asked = own.history_size or general.history_size
+        if limits is not None and asked is not None and asked < limits.history_size:
+            yield (
+                f"'{path}.historySize' is {asked}, but the circuit breaker needs the last {limits.history_size} calls,"
+                f" so {limits.history_size} count. Raise it, or lower 'globalCircuitBreakerThreshold'."
+            )
+
+
+def _list_loop_detections(config: Config) -> Iterator[tuple[str, LoopDetectionConfig]]:
+    """The section for all agents, and those of agents that change it."""
+    yield "tools.loopDetection", config.tools.loop_detection
+    for number, agent in enumerate(config.agents.list):
+        if agent.tools.loop_detection.model_fields_set:
+            yield f"agents.list[{number}].tools.loopDetection", agent.tools.loop_detection
 
 
 def _warn_exec(config: Config) -> Iterator[str]:
