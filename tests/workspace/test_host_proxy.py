@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from antiphon.host_rules import HostRules
 from antiphon.workspace.keeper import host_proxy
 from antiphon.workspace.keeper.host_proxy import HostProxy, ProxyTimeouts, RequestFailed, parse_request
+from support.keepers import wait_until_true
 
 pytestmark = pytest.mark.anyio
 
@@ -187,6 +190,64 @@ async def test_headers_time_and_connections_are_bounded(monkeypatch: pytest.Monk
                     "a tunnel outlives its proxy"
                 )
                 writer.close()
+
+
+async def test_ends_that_do_not_read_leave_no_descriptor_open() -> None:
+    """Else one command could use up those of all commands, and an upload would outlive its command."""
+    told = asyncio.Event()
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        with contextlib.suppress(OSError):
+            while True:
+                writer.write(b"x" * host_proxy.CHUNK_BYTES)
+                await writer.drain()
+        writer.transport.abort()
+        told.set()
+
+    async with (
+        await asyncio.start_server(flood, "127.0.0.1", 0) as server,
+        proxying(
+            f"127.0.0.1:{server.sockets[0].getsockname()[1]}", timeouts=ProxyTimeouts(idle_seconds=0.2)
+        ) as (_, port),
+    ):
+        before = count_descriptors()
+        with socket.create_connection(("127.0.0.1", port)) as silent:
+            flooding = server.sockets[0].getsockname()[1]
+            silent.sendall(build_get(f"http://127.0.0.1:{flooding}/"))
+            await asyncio.wait_for(told.wait(), BOUND_SECONDS)
+            await wait_until_true(
+                lambda: has_fewer_descriptors(before + 2)
+            )  # with the connection of this test
+
+
+async def test_a_long_answer_arrives_whole_although_it_is_read_slowly() -> None:
+    body = b"0123456789abcdef" * 2**18
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(body)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        host = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with proxying(host) as (_, port), asyncio.timeout(BOUND_SECONDS):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+            writer.write(build_get(f"http://{host}/"))
+            received = b""
+            while part := await reader.read(4096):
+                received += part
+            writer.close()
+            assert received == body
+
+
+def count_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def has_fewer_descriptors(limit: int) -> bool:
+    return count_descriptors() < limit
 
 
 async def test_a_host_that_cannot_be_reached_is_said_so() -> None:

@@ -109,7 +109,7 @@ class HostProxy:
         except (OSError, asyncio.IncompleteReadError):  # one side has disconnected
             pass
         finally:
-            writer.close()
+            writer.transport.abort()
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -128,7 +128,7 @@ class HostProxy:
                 host_writer.write(request.head)
             await self._relay(reader, writer, host_reader, host_writer)
         finally:
-            host_writer.close()
+            host_writer.transport.abort()
 
     async def _connect(self, request: ProxyRequest) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         host, port = request.host, request.port
@@ -168,8 +168,14 @@ class HostProxy:
         host_reader: asyncio.StreamReader,
         host_writer: asyncio.StreamWriter,
     ) -> None:
-        """Copy both ways until the host has sent everything, or nothing moves for a while."""
+        """Copy both ways until the host has sent everything, or nothing moves for a while.
+
+        Nothing waits in our own buffers then, so both ends can be aborted: closing one that does not read would wait
+        for it for ever.
+        """
         loop, seconds = asyncio.get_running_loop(), self._timeouts.idle_seconds
+        for end in (writer, host_writer):
+            end.transport.set_write_buffer_limits(0)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds) as idle:
 
