@@ -139,8 +139,9 @@ async def test_calls_in_flight_end_when_their_server_is_killed(tmp_path: Path) -
 
 @pytest.mark.requirement("AT18")
 async def test_servers_that_are_down_delay_no_other(tmp_path: Path) -> None:
-    async def accept_and_say_nothing(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+    async def accept_and_say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
+        writer.close()
 
     async with await asyncio.start_server(accept_and_say_nothing, "127.0.0.1", 0) as listener:
         port = listener.sockets[0].getsockname()[1]
@@ -275,7 +276,11 @@ async def test_nothing_survives_a_killed_gateway(tmp_path: Path) -> None:
 async def test_a_start_ends_what_a_killed_gateway_and_its_launcher_left(tmp_path: Path) -> None:
     mark = os.urandom(8).hex()
     gateway = await asyncio.to_thread(start_gateway, tmp_path, mark)
-    launchers = [pid for pid in find_processes("antiphon/mcp/launcher.py") if read_parent(pid) == gateway.pid]
+    launchers = [
+        pid
+        for pid in find_processes("antiphon/child_processes/launcher.py")
+        if read_parent(pid) == gateway.pid
+    ]
     for pid in [gateway.pid, *launchers]:
         os.kill(pid, signal.SIGKILL)
     gateway.communicate()

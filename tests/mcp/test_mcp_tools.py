@@ -68,7 +68,7 @@ async def test_a_stdio_server_inherits_six_variables_and_gets_the_configured_one
         lines = (await client.call("mcp__s__environment")).text.splitlines()
         seen = {line.partition("=")[0]: line.partition("=")[2] for line in lines}
         inherited = {"HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER"}
-        added = {"PLAIN", "REFERENCE", "ANTIPHON_MCP_OWNER", "ANTIPHON_MCP_SERVER", "LC_CTYPE"}
+        added = {"PLAIN", "REFERENCE", "ANTIPHON_CHILD_OWNER", "ANTIPHON_CHILD", "LC_CTYPE"}
         assert seen.keys() <= inherited | added
         assert (seen["PLAIN"], seen["REFERENCE"]) == ("text", "revealed")
         assert f"cwd={tmp_path}" in (await client.call("mcp__s__where")).text

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from antiphon.access import Caller
+from antiphon.child_processes.pipes import open_memory_file
 from antiphon.workspace import sandbox_backend
-from antiphon.workspace.keeper.running_command import open_memory_file
 from antiphon.workspace.sandbox import Sandboxes
 from antiphon.workspace.sandbox_backend import SandboxedCommand
 from support.agents_fixture import make_agents_config

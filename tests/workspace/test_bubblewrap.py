@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from antiphon.child_processes.pipes import open_memory_file
 from antiphon.errors import InvalidInput, Unavailable
 from antiphon.workspace import bubblewrap, seccomp
 from antiphon.workspace.bubblewrap import Bubblewrap
-from antiphon.workspace.keeper.running_command import open_memory_file
 from antiphon.workspace.locations import AGENT_WORKSPACE_MOUNT, TEMPORARY_MOUNT, WORKSPACE_MOUNT, Mount
 from antiphon.workspace.sandbox_backend import (
     ATTESTATION_SCRIPT,

@@ -10,13 +10,13 @@ import hashlib
 import json
 import os
 import re
-import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import msgspec
 
+from antiphon.child_processes.text import clean_text
 from antiphon.config.mcp import McpServerConfig
 
 MAX_TOOLS_PER_SERVER = 256
@@ -33,7 +33,6 @@ DIRECTORY_NAME = "mcp"
 ServerState = Literal["idle", "starting", "ready", "failed", "needs_auth"]
 """`idle`: not started, or closed since nothing uses it. `needs_auth`: a person must log in."""
 
-_CONTROL_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 _PROPERTY_NAME_PATTERN = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _SCHEMA_TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 _UNSUPPORTED_AT_TOP = ("$schema", "$id", "anyOf", "oneOf", "allOf", "not", "enum", "if", "then", "else")
@@ -70,16 +69,6 @@ class ServerRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     state: ServerState = "idle"
     reason: str | None = None
     last_contact_at: int | None = None
-
-
-def clean_text(text: str, most: int, *, keeps_lines: bool = False) -> str:
-    """Return a text of a server without control characters and other invisible ones, cut to `most` characters."""
-    kept = "".join(
-        char
-        for char in text[: 4 * most]
-        if (keeps_lines and char in "\n\t") or unicodedata.category(char) not in _CONTROL_CATEGORIES
-    )
-    return kept if len(kept) <= most else kept[: most - 1] + "…"
 
 
 # --- schemas ---

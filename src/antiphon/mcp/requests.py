@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+from antiphon.child_processes.pipes import MAX_LINE_BYTES
+
+MAX_MESSAGE_BYTES = MAX_LINE_BYTES
 KEY_META_NAME = "antiphon/idempotencyKey"
 """The name in `_meta` of a call's key: the same key means the same call."""
 NOT_SENT_CODE, NO_ANSWER_CODE = -32098, -32097

@@ -10,8 +10,8 @@ from typing import Any
 
 import mcp_types
 
+from antiphon.child_processes.text import clean_text
 from antiphon.engine.toolbox import ToolOutput
-from antiphon.mcp.listings import clean_text
 from antiphon.messages import ImageBlock
 from antiphon.workspace.command_output import cut_middle
 from antiphon.workspace.files import MAX_IMAGE_BYTES, find_image_type

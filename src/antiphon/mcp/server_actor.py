@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 
 from antiphon.access import Caller
+from antiphon.child_processes.processes import ChildCommand, ChildProcesses, build_environment
+from antiphon.child_processes.text import clean_text
 from antiphon.clock import Clock
 from antiphon.config.mcp import McpServerConfig
 from antiphon.engine.toolbox import ToolOutput
@@ -28,12 +30,10 @@ from antiphon.mcp.listings import (
     Listing,
     ServerRecord,
     ServerState,
-    clean_text,
     load_record,
     save_record,
 )
 from antiphon.mcp.offers import Offer
-from antiphon.mcp.processes import ServerCommand, ServerProcesses, build_environment
 from antiphon.mcp.requests import RequestLost, SentRequests
 from antiphon.paths import expand_home
 from antiphon.workspace.sandbox_backend import SandboxedCommand
@@ -74,7 +74,7 @@ class ServerSurroundings(msgspec.Struct, frozen=True, kw_only=True):
 
     state_dir: Path
     clock: Clock
-    processes: ServerProcesses
+    processes: ChildProcesses
     wrap_command: WrapCommand | None = None
     """None where there are no sessions, such as in a command of the terminal."""
     find_sandbox: Callable[[Caller], str] = lambda _caller: ""
@@ -286,7 +286,7 @@ class ServerActor:
         if config.url is None:
             from antiphon.mcp.stdio import StdioTransport  # noqa: PLC0415 - imports the library
 
-            def build_command() -> Awaitable[ServerCommand]:
+            def build_command() -> Awaitable[ChildCommand]:
                 return self._build_command(scope, caller)
 
             return StdioTransport(shared.processes, build_command, sent)
@@ -301,19 +301,19 @@ class ServerActor:
             auth = OAuthSession(config.url, config.oauth, LoginFile(shared.state_dir, self.name, config.url))
         return HttpTransport(config.url, headers, auth, config.timeout)
 
-    async def _build_command(self, scope: str, caller: Caller | None) -> ServerCommand:
+    async def _build_command(self, scope: str, caller: Caller | None) -> ChildCommand:
         config = self.config
         assert config.command is not None
         configured = await asyncio.to_thread(lambda: {n: secret.reveal() for n, secret in config.env.items()})
         argv = [str(expand_home(config.command)), *config.args]
         if scope == HOST_SCOPE:
             cwd = expand_home(config.directory or "~")
-            return ServerCommand(argv=argv, cwd=str(cwd), env=build_environment(configured))
+            return ChildCommand(argv=argv, cwd=str(cwd), env=build_environment(configured))
         assert caller is not None and self._surroundings.wrap_command is not None
         wrapped = await self._surroundings.wrap_command(
             caller, argv, workdir=config.directory, env=configured, has_proxy=False
         )
-        return ServerCommand(argv=wrapped.argv, cwd="/", env=wrapped.env, files=wrapped.files)
+        return ChildCommand(argv=wrapped.argv, cwd="/", env=wrapped.env, files=wrapped.files)
 
     def _fail(
         self, scope: str, reason: str, began: float, error: Exception, *, needs_login: bool = False

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from antiphon.access import Caller
+from antiphon.child_processes.processes import ChildProcesses
 from antiphon.clock import Clock
 from antiphon.engine.collaboration import framing
 from antiphon.engine.toolbox import Tool, Toolbox, ToolOutput, ToolRequest
 from antiphon.errors import McpServerUnavailable
 from antiphon.mcp.listings import Listing, ServerRecord, load_record
 from antiphon.mcp.offers import Offer, build_prefix, list_offers
-from antiphon.mcp.processes import ServerProcesses
 from antiphon.mcp.server_actor import FAST_FAILURE_SECONDS, ServerActor, ServerSurroundings, WrapCommand
 from antiphon.runtimes import ToolSpec
 from antiphon.tool_selection import ToolAudience, ToolFacts, ToolSelection, decide_tool
@@ -41,7 +41,7 @@ class McpServers:
     ) -> None:
         self._config = config
         self._toolbox = toolbox
-        self._processes = ServerProcesses(state_dir, adopts=True)
+        self._processes = ChildProcesses(state_dir, "mcp", adopts=True)
         self._locate = SessionWorkspaceLocator(config, state_dir)
         surroundings = ServerSurroundings(
             state_dir=state_dir,

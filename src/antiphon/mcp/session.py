@@ -22,6 +22,7 @@ from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 from pydantic import BaseModel, ValidationError
 
 from antiphon import __version__
+from antiphon.child_processes.text import clean_text
 from antiphon.errors import AntiphonError
 from antiphon.mcp.http import HttpTransport
 from antiphon.mcp.listings import (
@@ -31,7 +32,6 @@ from antiphon.mcp.listings import (
     Listing,
     RawTool,
     build_listing,
-    clean_text,
 )
 from antiphon.mcp.oauth import AuthorizationRequired
 from antiphon.mcp.requests import KEY_META_NAME, NO_ANSWER_CODE, NOT_SENT_CODE, RequestLost, SentRequests

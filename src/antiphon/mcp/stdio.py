@@ -17,31 +17,19 @@ import mcp_types
 from mcp.client._transport import TransportStreams
 from mcp.shared.message import SessionMessage
 
-from antiphon.mcp.listings import clean_text
-from antiphon.mcp.processes import ServerCommand, ServerProcess, ServerProcesses
-from antiphon.mcp.requests import MAX_MESSAGE_BYTES, SentRequests
+from antiphon.child_processes.pipes import (
+    MAX_LINE_BYTES,
+    WRITE_TIMEOUT_SECONDS,
+    ErrorOutput,
+    LineTooLong,
+    open_pipe,
+    read_lines,
+    write_all,
+)
+from antiphon.child_processes.processes import ChildCommand, ChildProcess, ChildProcesses
+from antiphon.mcp.requests import SentRequests
 
 log = logging.getLogger(__name__)
-
-WRITE_TIMEOUT_SECONDS = 30.0
-READ_BYTES = 256 * 1024
-MAX_KEPT_ERROR_BYTES = 4096
-MAX_SHOWN_ERROR_CHARACTERS = 300
-
-
-class ErrorOutput:
-    """The end of what a server has printed to its error output, which tells a person why it failed."""
-
-    def __init__(self) -> None:
-        self._kept = b""
-
-    def append(self, data: bytes) -> None:
-        self._kept = (self._kept + data)[-MAX_KEPT_ERROR_BYTES:]
-
-    @property
-    def last_line(self) -> str:
-        lines = self._kept.decode(errors="replace").strip().splitlines()
-        return clean_text(lines[-1], MAX_SHOWN_ERROR_CHARACTERS) if lines else ""
 
 
 class StdioTransport:
@@ -49,8 +37,8 @@ class StdioTransport:
 
     def __init__(
         self,
-        processes: ServerProcesses,
-        build_command: Callable[[], Awaitable[ServerCommand]],
+        processes: ChildProcesses,
+        build_command: Callable[[], Awaitable[ChildCommand]],
         sent: SentRequests,
     ) -> None:
         self._processes = processes
@@ -71,8 +59,8 @@ class StdioTransport:
         try:
             async with (
                 anyio.create_task_group() as tasks,
-                _open_pipe(process.stdout) as stdout,
-                _open_pipe(process.stderr) as stderr,
+                open_pipe(process.stdout) as stdout,
+                open_pipe(process.stderr) as stderr,
             ):
 
                 async def read_messages() -> None:
@@ -94,7 +82,7 @@ class StdioTransport:
 
                 tasks.start_soon(read_messages)
                 tasks.start_soon(write_messages)
-                tasks.start_soon(self._keep_errors, stderr)
+                tasks.start_soon(self.errors.keep, stderr)
                 try:
                     yield incoming_reader, outgoing
                 finally:
@@ -110,27 +98,18 @@ class StdioTransport:
     async def _read_messages(
         self, stdout: asyncio.StreamReader, deliver: Callable[[SessionMessage], Awaitable[None]]
     ) -> None:
-        unfinished: list[bytes] = []
-        size = 0
-        while data := await stdout.read(READ_BYTES):
-            *lines, rest = data.split(b"\n")
-            for line in lines:
-                whole = b"".join([*unfinished, line])
-                unfinished, size = [], 0
-                if whole.strip() and (message := _parse_message(whole)) is not None:
+        try:
+            async for line in read_lines(stdout):
+                if (message := _parse_message(line)) is not None:
                     await deliver(message)
-            unfinished.append(rest)
-            size += len(rest)
-            if size > MAX_MESSAGE_BYTES:
-                self.fault = f"it sent a message of more than {MAX_MESSAGE_BYTES} bytes"
-                return
+        except LineTooLong:
+            self.fault = f"it sent a message of more than {MAX_LINE_BYTES} bytes"
 
-    async def _write_message(self, process: ServerProcess, message: SessionMessage) -> bool:
+    async def _write_message(self, process: ChildProcess, message: SessionMessage) -> bool:
         """Write a message. False if the server does not take it."""
         text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
         try:
-            async with asyncio.timeout(WRITE_TIMEOUT_SECONDS):
-                await _write_all(process.stdin, text.encode(errors="replace") + b"\n")
+            await write_all(process.stdin, text.encode(errors="replace") + b"\n")
         except TimeoutError:
             self.fault = f"it has read nothing for {WRITE_TIMEOUT_SECONDS:.0f} s"
             return False
@@ -138,38 +117,6 @@ class StdioTransport:
             return False
         self._sent.record(message.message)
         return True
-
-    async def _keep_errors(self, stderr: asyncio.StreamReader) -> None:
-        while data := await stderr.read(READ_BYTES):
-            self.errors.append(data)
-
-
-@asynccontextmanager
-async def _open_pipe(descriptor: int) -> AsyncGenerator[asyncio.StreamReader]:
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=READ_BYTES)
-    transport, _ = await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
-    )
-    try:
-        yield reader
-    finally:
-        transport.close()
-
-
-async def _write_all(descriptor: int, data: bytes) -> None:
-    loop = asyncio.get_running_loop()
-    left = memoryview(data)
-    while left:
-        try:
-            left = left[os.write(descriptor, left) :]
-        except BlockingIOError:
-            writable = loop.create_future()
-            loop.add_writer(descriptor, lambda future=writable: future.done() or future.set_result(None))
-            try:
-                await writable
-            finally:
-                loop.remove_writer(descriptor)
 
 
 def _parse_message(line: bytes) -> SessionMessage | None:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.access import Caller
+from antiphon.child_processes.pipes import open_memory_file
 from antiphon.errors import Forbidden, NotFound, SandboxUnavailable
 from antiphon.workspace.directory import WorkspaceDirectory
-from antiphon.workspace.keeper.running_command import open_memory_file
 from antiphon.workspace.locations import (
     TEMPORARY_DIRECTORY_NAME,
     TEMPORARY_MOUNT,

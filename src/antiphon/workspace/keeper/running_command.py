@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from antiphon.child_processes.pipes import open_memory_file
 from antiphon.host_rules import HostRules
 from antiphon.workspace.keeper.host_proxy import HostProxy
 from antiphon.workspace.keeper.job_directory import Json, Output
@@ -286,12 +287,3 @@ class CommandProxy:
     def close(self) -> None:
         self._close_channel()
         self._proxy.close()
-
-
-def open_memory_file(data: bytes) -> int:
-    """Return a descriptor from which a command reads `data`."""
-    fd = os.memfd_create("job")
-    with open(fd, "wb", closefd=False) as file:
-        file.write(data)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd

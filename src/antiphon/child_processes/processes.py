@@ -1,4 +1,4 @@
-"""The processes of stdio servers: started and ended by the launcher, whose client this is."""
+"""Child processes: started and ended by the launcher, whose client this is."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ from typing import Any
 
 import msgspec
 
+from antiphon.child_processes import launcher
+from antiphon.child_processes.pipes import open_memory_file
 from antiphon.errors import Unavailable
-from antiphon.mcp import launcher
-from antiphon.workspace.keeper.running_command import open_memory_file
 
 START_TIMEOUT_SECONDS = 10.0
 STOP_TIMEOUT_SECONDS = launcher.INPUT_END_GRACE_SECONDS + launcher.TERMINATE_GRACE_SECONDS + 3.0
-MAX_LINE_BYTES = 64 * 1024
+MAX_EVENT_BYTES = 64 * 1024
 _LAUNCHER_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
 INHERITED_VARIABLES = ("HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER")
 
 
-class ServerCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """The complete command line of a server; nothing else is inherited."""
+class ChildCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """The complete command line of a program; nothing else is inherited."""
 
     argv: Sequence[str]
     cwd: str
     env: Mapping[str, str]
     files: Mapping[str, bytes] = {}
     """Contents that it reads from descriptors; in `argv`, a name stands for the number of its descriptor."""
+    descriptors: Mapping[str, int] = {}
+    """Further descriptors that it is given, named in the same way. They stay open here."""
 
 
-class ServerProcess:
-    """A running server: our ends of its pipes, and whether it has ended."""
+class ChildProcess:
+    """A running program: our ends of its pipes, and whether it has ended."""
 
     def __init__(self, name: str, stdin: int, stdout: int, stderr: int) -> None:
         self.name = name
@@ -48,22 +50,25 @@ class ServerProcess:
         self.exit_code: int | None = None
 
 
-class ServerProcesses:
-    """Starts the launcher with the first server. With `adopts`, it first ends what a killed gateway left behind."""
+class ChildProcesses:
+    """The programs of one purpose in a state directory; the first one starts their launcher.
 
-    def __init__(self, state_dir: Path, *, adopts: bool) -> None:
-        digest = hashlib.sha256(os.fsencode(state_dir.absolute())).hexdigest()[:16]
+    With `adopts`, it first ends what a killed gateway has left behind of them.
+    """
+
+    def __init__(self, state_dir: Path, purpose: str, *, adopts: bool) -> None:
+        digest = f"{hashlib.sha256(os.fsencode(state_dir.absolute())).hexdigest()[:16]}-{purpose}"
         self._owner = digest if adopts else f"{digest}-{uuid.uuid4().hex[:8]}"
         self._adopts = adopts
         self._lock = asyncio.Lock()
         self._control: socket.socket | None = None
         self._popen: subprocess.Popen[bytes] | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._processes: dict[str, ServerProcess] = {}
+        self._processes: dict[str, ChildProcess] = {}
         self._answer: asyncio.Future[dict[str, Any]] | None = None
 
-    async def start(self, command: ServerCommand) -> ServerProcess:
-        """Start a server.
+    async def start(self, command: ChildCommand) -> ChildProcess:
+        """Start a program.
 
         Raises:
             Unavailable: the program could not be started.
@@ -79,8 +84,8 @@ class ServerProcesses:
                     self._abandon(starting.result())
                 raise
 
-    async def stop(self, process: ServerProcess) -> None:
-        """End a server whose input was closed, and wait until its processes are gone."""
+    async def stop(self, process: ChildProcess) -> None:
+        """End a program whose input was closed, and wait until its processes are gone."""
         if not process.exited.is_set():
             self._send({"op": "stop", "name": process.name})
             with contextlib.suppress(TimeoutError):
@@ -88,7 +93,7 @@ class ServerProcesses:
                     await process.exited.wait()
 
     async def aclose(self) -> None:
-        """End the launcher, which ends every server, and wait for it."""
+        """End the launcher, which ends every program, and wait for it."""
         popen, self._popen = self._popen, None
         if self._control is not None:
             self._control.close()
@@ -110,13 +115,13 @@ class ServerProcesses:
         except OSError as error:
             ours.close()
             raise Unavailable(
-                f"The process that starts MCP servers could not be started: {error}.", "Try again."
+                f"The process that starts other programs could not be started: {error}.", "Try again."
             ) from error
         finally:
             theirs.close()
         ours.setblocking(False)
         self._control = ours
-        reader, writer = await asyncio.open_connection(sock=ours.dup(), limit=MAX_LINE_BYTES)
+        reader, writer = await asyncio.open_connection(sock=ours.dup(), limit=MAX_EVENT_BYTES)
         ready = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read_events(reader, writer, ready))
         try:
@@ -125,7 +130,9 @@ class ServerProcesses:
         except TimeoutError:
             ours.close()
             self._control = None
-            raise Unavailable("The process that starts MCP servers does not answer.", "Try again.") from None
+            raise Unavailable(
+                "The process that starts other programs does not answer.", "Try again."
+            ) from None
 
     def _start_launcher(self, control: socket.socket) -> subprocess.Popen[bytes]:
         options = ["adopt"] if self._adopts else []
@@ -164,7 +171,7 @@ class ServerProcesses:
             self._answer.set_result(event)
 
     def _lose_launcher(self) -> None:
-        """Note that the launcher has ended, and with it every server."""
+        """Note that the launcher has ended, and with it every program."""
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -172,17 +179,17 @@ class ServerProcesses:
             process.exited.set()
         self._processes.clear()
         if self._answer is not None and not self._answer.done():
-            self._answer.set_result({"error": "the process that starts MCP servers ended"})
+            self._answer.set_result({"error": "the process that starts other programs ended"})
 
     # --- requests ---
 
-    async def _start(self, command: ServerCommand) -> ServerProcess:
+    async def _start(self, command: ChildCommand) -> ChildProcess:
         name = uuid.uuid4().hex
         spec = {
             "argv": list(command.argv),
             "cwd": command.cwd,
             "env": dict(command.env),
-            "files": list(command.files),
+            "files": [*command.files, *command.descriptors],
         }
         given: list[int] = []
         kept: list[int] = []
@@ -193,9 +200,9 @@ class ServerProcesses:
                 kept.append(pipe[ours])
                 given.append(pipe[1 - ours])
             given += [open_memory_file(content) for content in command.files.values()]
-            process = self._processes[name] = ServerProcess(name, *kept)
+            process = self._processes[name] = ChildProcess(name, *kept)
             self._answer = asyncio.get_running_loop().create_future()
-            self._send({"op": "start", "name": name}, given)
+            self._send({"op": "start", "name": name}, [*given, *command.descriptors.values()])
             async with asyncio.timeout(START_TIMEOUT_SECONDS):
                 answer = await self._answer
         except BaseException:
@@ -214,7 +221,7 @@ class ServerProcesses:
             )
         return process
 
-    def _abandon(self, process: ServerProcess) -> None:
+    def _abandon(self, process: ChildProcess) -> None:
         _close_all([process.stdin, process.stdout, process.stderr])
         self._send({"op": "stop", "name": process.name})
 
@@ -241,7 +248,7 @@ def _close_all(descriptors: Sequence[int]) -> None:
 
 
 def build_environment(configured: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a server that runs on this machine."""
+    """Return the variables of a program that runs on this machine."""
     inherited = {name: value for name in INHERITED_VARIABLES if (value := os.environ.get(name))}
     if "HOME" not in inherited:
         with contextlib.suppress(KeyError):

@@ -1,12 +1,12 @@
-"""The launcher: a process that starts MCP servers for its gateway and outlives it by a moment, to end them all.
+"""The launcher: a process that starts programs for its gateway and outlives it by a moment, to end them all.
 
-A server may be a tree of processes, such as `npx` and what it starts, and not all of them end when their input does.
-The launcher adopts every process of these trees, so none is left when a server is stopped, when the gateway stops, or
-when it is killed. Each request comes as one line on a socket together with the descriptors of the server's pipes:
+A program may be a tree of processes, such as `npx` and what it starts, and not all of them end when their input does.
+The launcher adopts every process of these trees, so none is left when a program is stopped, when the gateway stops, or
+when it is killed. Each request comes as one line on a socket together with the descriptors of the program's pipes:
 
     {"op": "start", "name": …}   descriptors: the specification, stdin, stdout, stderr, and files that `argv` names
     {"op": "stop", "name": …}    ends the process tree
-    {"event": "exited", …}       sent when the first process of a server has ended, and the rest of its tree with it
+    {"event": "exited", …}       sent when the first process of a program has ended, and the rest of its tree with it
 
 This file is a program by itself (`python -I -S launcher.py OWNER [adopt]`) and imports nothing but the standard
 library. `OWNER` marks the processes in their environment; with `adopt`, processes with the mark that another launcher
@@ -29,13 +29,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-OWNER_VARIABLE = "ANTIPHON_MCP_OWNER"
-SERVER_VARIABLE = "ANTIPHON_MCP_SERVER"
+OWNER_VARIABLE = "ANTIPHON_CHILD_OWNER"
+CHILD_VARIABLE = "ANTIPHON_CHILD"
 MAX_REQUEST_BYTES = 4096
 MAX_DESCRIPTORS = 16
-INPUT_END_GRACE_SECONDS = 1.0  # from the end of a server's input to SIGTERM
+INPUT_END_GRACE_SECONDS = 1.0  # from the end of a program's input to SIGTERM
 TERMINATE_GRACE_SECONDS = 1.0  # from SIGTERM to SIGKILL
-FAREWELL_SECONDS = 0.3  # for servers to end by themselves when the gateway is gone
+FAREWELL_SECONDS = 0.3  # for programs to end by themselves when the gateway is gone
 KILL_ROUND_SECONDS = 0.05
 KILL_TIMEOUT_SECONDS = 5.0
 
@@ -45,7 +45,7 @@ Json = dict[str, Any]
 
 
 class Process:
-    """One running server, and what is known of the processes it has started."""
+    """One running program, and the signals that are still to be sent to it."""
 
     def __init__(self, name: str, popen: subprocess.Popen[bytes]) -> None:
         self.name = name
@@ -142,7 +142,7 @@ class Launcher:
         popen = subprocess.Popen(
             [str(numbers.get(word, word)) for word in spec["argv"]],
             cwd=spec["cwd"],
-            env={**spec["env"], OWNER_VARIABLE: self._owner, SERVER_VARIABLE: name},
+            env={**spec["env"], OWNER_VARIABLE: self._owner, CHILD_VARIABLE: name},
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
@@ -172,7 +172,7 @@ class Launcher:
                 self._send({"event": "exited", "name": process.name, "code": process.popen.returncode})
 
     def _end_tree(self, process: Process) -> None:
-        kill_until_gone(lambda: find_processes(SERVER_VARIABLE, process.name, process.popen.pid))
+        kill_until_gone(lambda: find_processes(CHILD_VARIABLE, process.name, process.popen.pid))
 
     def _send(self, message: Json) -> None:
         with contextlib.suppress(OSError):
@@ -189,10 +189,10 @@ class Launcher:
 
 
 def signal_tree(root: int, name: str, number: signal.Signals) -> None:
-    """Signal a server's first process, its group, and everything that belongs to it."""
+    """Signal a program's first process, its group, and everything that belongs to it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(root, number)
-    signal_all(find_processes(SERVER_VARIABLE, name, root), number)
+    signal_all(find_processes(CHILD_VARIABLE, name, root), number)
 
 
 def signal_all(pids: set[int], number: signal.Signals) -> None:
