@@ -18,7 +18,7 @@ from antiphon.errors import ConfigError
 
 MAX_CONFIG_BYTES = 1024 * 1024
 
-_TOKEN_PATTERN = re.compile(
+TOKEN_PATTERN = re.compile(
     r"""(?P<text>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?P<note>//[^\n\r\u2028\u2029]*|/\*.*?\*/)"""
     r"""|(?P<mark>[{}\[\],:])|(?P<word>[^\s\ufeff{}\[\],:"'/]+)""",
     re.DOTALL,
@@ -44,7 +44,7 @@ def read_document(path: Path, *, required: bool) -> ConfigDocument | None:
     if found is None:
         return None
     text, status = found
-    return ConfigDocument(require_object(_decode_json5(text, path), str(path)), path, status)
+    return ConfigDocument(require_object(decode_json5(text, path), str(path)), path, status)
 
 
 def require_object(value: object, file: str | None = None) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _read_file(path: Path, *, required: bool) -> tuple[str, os.stat_result] | No
     raise ConfigError(f"The config file {str(path)!r} {why}.", hint, file=str(path))
 
 
-def _decode_json5(text: str, path: Path) -> object:
+def decode_json5(text: str, path: Path) -> object:
     import pyjson5  # noqa: PLC0415 - only where there is a file: it takes longer than many commands' own modules
 
     try:
@@ -114,16 +114,14 @@ def _decode_json5(text: str, path: Path) -> object:
 
 def find_duplicate_keys(text: str) -> Iterator[tuple[str, int]]:
     """Yields each duplicate key and its position. The text must already have been accepted by the parser."""
-    import pyjson5  # noqa: PLC0415
-
     objects: list[set[str]] = []
     key: tuple[str, int] | None = None
-    for token in _TOKEN_PATTERN.finditer(text):
+    for token in TOKEN_PATTERN.finditer(text):
         match token.lastgroup, token[0]:
             case (("text" | "word"), word):
                 key = word, token.start()
             case "mark", ":" if key is not None:
-                name = next(iter(pyjson5.decode(f"{{{key[0]}: 0}}")))  # without quotes and escapes
+                name = decode_key(key[0])
                 if name in objects[-1]:
                     yield name, key[1]
                 objects[-1].add(name)
@@ -133,6 +131,13 @@ def find_duplicate_keys(text: str) -> Iterator[tuple[str, int]]:
                 objects.pop()
             case _:
                 pass
+
+
+def decode_key(written: str) -> str:
+    """Returns a key without the quotes and escapes with which it is written."""
+    import pyjson5  # noqa: PLC0415
+
+    return next(iter(pyjson5.decode(f"{{{written}: 0}}")))
 
 
 def _describe_syntax_error(error: Exception, text: str) -> str:

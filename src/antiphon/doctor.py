@@ -20,9 +20,10 @@ import msgspec
 
 from antiphon.config import Config, LoadedConfig, Paths, Secret, load
 from antiphon.config.addresses import mask_url
+from antiphon.config.mcp import McpServerConfig
 from antiphon.errors import AntiphonError, ConfigError, InvalidInput
 from antiphon.messages import decode_message
-from antiphon.paths import is_writable
+from antiphon.paths import expand_home, is_writable
 from antiphon.preflight import find_problems
 from antiphon.state_access import open_store_readonly
 from antiphon.store import Row, Store, Tx
@@ -80,6 +81,7 @@ async def run_checks(paths: Paths, *, online: bool = False) -> list[Finding]:
         findings.append(_report_deleted_database(home, holder))
     if loaded is not None:
         findings += await _check_sandboxes(loaded.config, home.path)
+        findings += await _check_mcp_servers(loaded.config, home.path, online=online)
         findings += await _check_models(loaded.config, online=online)
         findings += [
             report_failure("models", problem.what, problem.hint)
@@ -333,6 +335,57 @@ async def _load_problem_runs(tx: Tx, now: int) -> tuple[list[Row], list[Row]]:
 
 def _format_run_count(count: int) -> str:
     return f"{count} {'run was' if count == 1 else 'runs were'}"
+
+
+# --- the MCP servers ---
+
+
+async def _check_mcp_servers(config: Config, state_dir: Path, *, online: bool) -> list[Finding]:
+    """Report what is known of each MCP server; with `online`, connect to it."""
+    servers = config.enabled_mcp_servers
+    if not servers:
+        return []
+    from antiphon.mcp.probe import probe_server  # noqa: PLC0415 - only where servers are configured
+    from antiphon.mcp.servers import load_known_servers  # noqa: PLC0415
+
+    if online:
+        probed = await asyncio.gather(*(probe_server(state_dir, *server) for server in servers.items()))
+        return [
+            _report_mcp_server(each.name, servers[each.name], each.state, each.reason, len(each.tools))
+            for each in probed
+        ]
+    known = await asyncio.to_thread(load_known_servers, config, state_dir)
+    return [
+        _report_mcp_server(
+            name,
+            servers[name],
+            record.state,
+            record.reason or await asyncio.to_thread(_find_mcp_server_fault, servers[name]),
+            len(record.listing.tools) if record.listing else None,
+        )
+        for name, record in known
+    ]
+
+
+def _find_mcp_server_fault(server: McpServerConfig) -> str | None:
+    """Return why a server cannot be used, as far as can be known without starting it."""
+    if server.command is not None and shutil.which(str(expand_home(server.command))) is None:
+        return f"the program {server.command!r} is not found"
+    error = _find_first_secret_error([*server.env.values(), *server.headers.values()])
+    return error.what.rstrip(".") if error else None
+
+
+def _report_mcp_server(
+    name: str, server: McpServerConfig, state: str, reason: str | None, tools: int | None
+) -> Finding:
+    report = report_failure if server.required else report_warning
+    if state == "needs_auth":
+        return report("mcp", f"{name!r} needs a login: {reason}.", f"Run: antiphon mcp login {name}")
+    if reason is not None:
+        return report("mcp", f"{name!r} cannot be used: {reason}.", f"Run: antiphon mcp test {name}")
+    if tools is None:
+        return report_ok("mcp", f"{name!r} has not been used yet (use --online)")
+    return report_ok("mcp", f"{name!r} offers {tools} {'tool' if tools == 1 else 'tools'}")
 
 
 # --- the models ---

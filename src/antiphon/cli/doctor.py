@@ -42,7 +42,9 @@ BUS_CONNECT_TIMEOUT_SECONDS = 3.0  # for one of the NATS servers
 
 
 @click.command(help="Check the installation and suggest fixes. Exits with 1 if a check fails.")
-@click.option("--online", is_flag=True, help="Also contact the model providers; no key is sent.")
+@click.option(
+    "--online", is_flag=True, help="Also contact the model providers (no key is sent) and the MCP servers."
+)
 @common_options
 @click.pass_obj
 def command(settings: Settings, online: bool) -> int:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from antiphon.cli._mcp_servers import SERVER_COMMANDS
 from antiphon.cli._options import Settings, common_options, gateway_options
 
 if TYPE_CHECKING:
@@ -14,8 +15,11 @@ if TYPE_CHECKING:
 
 @click.group(help="Use tools of MCP servers, and offer sessions to MCP clients.")
 @common_options
-def command() -> None:
-    pass
+def command() -> None: ...
+
+
+for one in SERVER_COMMANDS:
+    command.add_command(one)
 
 
 @command.command()

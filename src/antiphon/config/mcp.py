@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
@@ -9,7 +10,7 @@ from pydantic import BeforeValidator, Field, field_serializer
 
 from antiphon.config.addresses import mask_url
 from antiphon.config.base import WEB_ADDRESS_PATTERN, Section, Strings, Text
-from antiphon.config.secrets import Secret
+from antiphon.config.secrets import ENV_REFERENCE_PATTERN, Secret, read_env
 
 DEFAULT_CALL_TIMEOUT_SECONDS = 120.0
 MAX_CALL_TIMEOUT_SECONDS = 3600.0
@@ -57,7 +58,10 @@ class McpServerConfig(Section):
     url: Annotated[str, Field(pattern=WEB_ADDRESS_PATTERN)] | None = Field(
         default=None, description="The address of a server on streamable HTTP; it may be local."
     )
-    headers: dict[str, Secret] = Field(default_factory=dict[str, Secret])
+    headers: dict[str, Secret] = Field(
+        default_factory=dict[str, Secret],
+        description="`${NAME}` in a text, also in `env`, stands for a variable of the gateway.",
+    )
     type: McpTransport | None = Field(default=None, description="Default: `stdio` or `http`, by what is set.")
     transport: McpTransport | None = Field(default=None, description="Another name of `type`.")
     auth: Literal["oauth", "none"] | McpOAuth | None = Field(
@@ -127,6 +131,22 @@ class McpServerConfig(Section):
 
 
 McpServers = dict[str, McpServerConfig]
+
+
+def reveal_all(secrets: Mapping[str, Secret]) -> dict[str, str]:
+    """Return variables or headers with their values, in which `${NAME}` stands for a variable of the gateway. Blocks.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    return {name: _expand(secret) for name, secret in secrets.items()}
+
+
+def _expand(secret: Secret) -> str:
+    revealed = secret.reveal()
+    if secret.kind != "text":
+        return revealed
+    return ENV_REFERENCE_PATTERN.sub(lambda found: read_env(found[1]), revealed)
 
 
 def matches_name(name: str, patterns: Strings) -> bool:

@@ -31,7 +31,7 @@ SECRET_MASK = "***"  # noqa: S105
 
 SecretKind = Literal["text", "env", "file", "exec"]
 
-_ENV_REFERENCE_PATTERN = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+ENV_REFERENCE_PATTERN = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 """The `${NAME}` form of older configs; recognised only if it is the whole text."""
 _ACCEPTED_FORMS = 'text, {env: "NAME"}, {file: "path"} or {exec: ["command", "argument"]}'
 
@@ -75,7 +75,7 @@ class Secret:
         """Why the secret is not available, as far as can be known without opening or running anything."""
         try:
             if self._kind == "env":
-                _read_env(self._value[0])
+                read_env(self._value[0])
             elif self._kind == "file":
                 _check_file_exists(self._resolve_path())
         except ConfigError as error:
@@ -95,7 +95,7 @@ class Secret:
             case "text":
                 return self._value[0]
             case "env":
-                return _read_env(self._value[0])
+                return read_env(self._value[0])
             case "file":
                 return _read_file(self._resolve_path())
             case "exec":
@@ -156,7 +156,7 @@ def _build_one_key_schema(key: str, value: dict[str, Any]) -> dict[str, Any]:
 
 def _parse_reference(value: object) -> tuple[SecretKind, tuple[str, ...]] | None:
     if isinstance(value, str):
-        named = _ENV_REFERENCE_PATTERN.fullmatch(value)
+        named = ENV_REFERENCE_PATTERN.fullmatch(value)
         return ("env", (named[1],)) if named else ("text", (value,)) if _is_usable(value) else None
     if not isinstance(value, dict):
         return None
@@ -184,7 +184,7 @@ def _is_usable(*texts: str) -> bool:
     return bool(texts[0]) and not any(re.search("[\0\ud800-\udfff]", text) for text in texts)
 
 
-def _read_env(name: str) -> str:
+def read_env(name: str) -> str:
     value = os.environ.get(name)
     if not value:
         raise ConfigError(

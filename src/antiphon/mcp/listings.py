@@ -12,12 +12,15 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 
 from antiphon.child_processes.text import clean_text
 from antiphon.config.mcp import McpServerConfig
+
+if TYPE_CHECKING:
+    from antiphon.config import Config
 
 MAX_TOOLS_PER_SERVER = 256
 MAX_LIST_PAGES = 32
@@ -196,6 +199,26 @@ def build_listing(
         has_resources=has_resources,
         notes=left_out[:MAX_NOTES],
     )
+
+
+def describe_server(name: str, server: McpServerConfig, listing: Listing | None) -> dict[str, Any]:
+    """Return what is configured and known of a server, apart from its state."""
+    return {
+        "name": name,
+        "transport": server.transport_name,
+        "tools": len(listing.tools) if listing else 0,
+        "required": server.required,
+        "trust": server.trust,
+        "notes": list(listing.notes) if listing else [],
+    }
+
+
+def describe_disabled_servers(config: Config) -> list[dict[str, Any]]:
+    return [
+        {**describe_server(name, server, None), "state": "disabled"}
+        for _, name, server in config.list_mcp_servers()
+        if not server.is_enabled
+    ]
 
 
 # --- the file ---

@@ -1,4 +1,4 @@
-"""Where the logins of servers are. This does not import the library, unlike `oauth`."""
+"""Where the logins of servers are, and how to forget a server. This does not import the library, unlike `oauth`."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def read_login_version(state_dir: Path, server: str) -> int | None:
         return locate_login_file(state_dir, server).stat().st_mtime_ns
     except OSError:
         return None
+
+
+def forget_server(state_dir: Path, server: str) -> None:
+    """Remove the login of a server and what is remembered of it. Blocks."""
+    for file in (locate_login_file(state_dir, server), locate_directory(state_dir) / name_file(server)):
+        file.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from antiphon.access import Caller
 from antiphon.child_processes.processes import ChildCommand, ChildProcesses, build_environment
 from antiphon.child_processes.text import clean_text
 from antiphon.clock import Clock
-from antiphon.config.mcp import McpServerConfig
+from antiphon.config.mcp import McpServerConfig, reveal_all
 from antiphon.engine.toolbox import ToolOutput
 from antiphon.errors import AntiphonError, McpServerUnavailable, ToolFailed
 from antiphon.mcp.listings import (
@@ -30,6 +30,7 @@ from antiphon.mcp.listings import (
     Listing,
     ServerRecord,
     ServerState,
+    describe_server,
     load_record,
     save_record,
 )
@@ -149,18 +150,12 @@ class ServerActor:
         return f"The MCP server {self.name!r} cannot be used now: {self.reason}.{hint}"
 
     def describe(self) -> dict[str, Any]:
-        tools = self.listing.tools if self.listing else []
         facts = {
-            "name": self.name,
-            "transport": self.config.transport_name,
+            **describe_server(self.name, self.config, self.listing),
             "state": self.state,
             "reason": self.reason,
-            "tools": len(tools),
             "lastContactAt": self.last_contact_at,
-            "required": self.config.required,
-            "trust": self.config.trust,
             "connections": self.process_count,
-            "notes": list(self.listing.notes) if self.listing else [],
         }
         return {name: value for name, value in facts.items() if value is not None}
 
@@ -293,9 +288,7 @@ class ServerActor:
         from antiphon.mcp.http import HttpTransport  # noqa: PLC0415
         from antiphon.mcp.oauth import LoginFile, OAuthSession  # noqa: PLC0415
 
-        headers = await asyncio.to_thread(
-            lambda: {n: secret.reveal() for n, secret in config.headers.items()}
-        )
+        headers = await asyncio.to_thread(reveal_all, config.headers)
         auth = None
         if config.oauth is not None:
             auth = OAuthSession(config.url, config.oauth, LoginFile(shared.state_dir, self.name, config.url))
@@ -304,7 +297,7 @@ class ServerActor:
     async def _build_command(self, scope: str, caller: Caller | None) -> ChildCommand:
         config = self.config
         assert config.command is not None
-        configured = await asyncio.to_thread(lambda: {n: secret.reveal() for n, secret in config.env.items()})
+        configured = await asyncio.to_thread(reveal_all, config.env)
         argv = [str(expand_home(config.command)), *config.args]
         if scope == HOST_SCOPE:
             cwd = expand_home(config.directory or "~")

@@ -18,7 +18,13 @@ from antiphon.clock import Clock
 from antiphon.engine.collaboration import framing
 from antiphon.engine.toolbox import Tool, Toolbox, ToolOutput, ToolRequest
 from antiphon.errors import McpServerUnavailable
-from antiphon.mcp.listings import Listing, ServerRecord, load_record
+from antiphon.mcp.listings import (
+    Listing,
+    ServerRecord,
+    describe_disabled_servers,
+    describe_server,
+    load_record,
+)
 from antiphon.mcp.offers import Offer, build_prefix, list_offers
 from antiphon.mcp.server_actor import FAST_FAILURE_SECONDS, ServerActor, ServerSurroundings, WrapCommand
 from antiphon.runtimes import ToolSpec
@@ -81,9 +87,10 @@ class McpServers:
     def describe(self) -> list[dict[str, Any]]:
         """Return the state of every server."""
         offered = [offer.server for offer in self._offers]
-        return [
+        described = [
             {**actor.describe(), "offeredTools": offered.count(actor.name)} for actor in self._actors.values()
         ]
+        return [*described, *describe_disabled_servers(self._config)]
 
     # --- tools ---
 
@@ -232,6 +239,21 @@ def load_known_servers(config: Config, state_dir: Path) -> list[KnownServer]:
         KnownServer(name, load_record(state_dir, name, server))
         for name, server in config.enabled_mcp_servers.items()
     ]
+
+
+def describe_known_servers(config: Config, state_dir: Path) -> list[dict[str, Any]]:
+    """Return the state of every server as it was left. Blocks."""
+    described: list[dict[str, Any]] = []
+    for name, record in load_known_servers(config, state_dir):
+        server = config.enabled_mcp_servers[name]
+        facts = {
+            **describe_server(name, server, record.listing),
+            "state": record.state,
+            "reason": record.reason,
+            "lastContactAt": record.last_contact_at,
+        }
+        described.append({key: value for key, value in facts.items() if value is not None})
+    return [*described, *describe_disabled_servers(config)]
 
 
 def build_known_tools(config: Config, state_dir: Path) -> list[Tool]:

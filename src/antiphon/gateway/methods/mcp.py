@@ -17,4 +17,11 @@ class McpStatusParams(Params, frozen=True):
 async def get_mcp_status(call: MethodCall, params: McpStatusParams) -> dict[str, Any]:
     """List the configured MCP servers with the state of each and the last time it answered."""
     servers = call.gateway.app.mcp_servers
-    return {"servers": [] if servers is None else servers.describe()}
+    if servers is not None:
+        return {"servers": servers.describe()}
+    config = call.gateway.app.config
+    if not config.list_mcp_servers():
+        return {"servers": []}
+    from antiphon.mcp.listings import describe_disabled_servers  # noqa: PLC0415 - most gateways have no servers
+
+    return {"servers": describe_disabled_servers(config)}

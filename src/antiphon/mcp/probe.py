@@ -1,0 +1,70 @@
+"""One connection to a server outside a gateway: for the commands of the terminal and the checks of `doctor`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from antiphon.child_processes.processes import ChildProcesses
+from antiphon.clock import SystemClock
+from antiphon.config.mcp import McpServerConfig
+from antiphon.mcp.listings import ServerState
+from antiphon.mcp.offers import Offer, list_offers
+from antiphon.mcp.server_actor import CONNECT_TIMEOUT_SECONDS, ServerActor, ServerSurroundings
+
+
+class ProbedTool(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    description: str
+
+
+class ProbeResult(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """What a server answered. `state` is `ready`, `failed` or `needs_auth`."""
+
+    name: str
+    state: ServerState
+    reason: str | None = None
+    duration_ms: int
+    tools: list[ProbedTool] = []
+    """Under the names that agents call them by, as far as the lists of the server allow them."""
+    listed_tools: int = 0
+    notes: list[str] = []
+
+
+async def probe_server(state_dir: Path, name: str, config: McpServerConfig) -> ProbeResult:
+    """Connect to a server as a gateway does, list its tools, and disconnect. What it says is remembered."""
+    processes = ChildProcesses(state_dir, "mcp", adopts=False)
+    surroundings = ServerSurroundings(state_dir=state_dir, clock=SystemClock(), processes=processes)
+    actor = ServerActor(name, config, surroundings, lambda: None)
+    actor.load()
+    began = time.monotonic()
+    try:
+        await actor.try_connect(CONNECT_TIMEOUT_SECONDS)
+        state, reason = actor.state, actor.reason
+        duration_ms = round((time.monotonic() - began) * 1000)
+    finally:
+        await actor.aclose()
+        await processes.aclose()
+    if state != "ready" or actor.listing is None:
+        is_decided = state in ("failed", "needs_auth")
+        return ProbeResult(
+            name=name,
+            state=state if is_decided else "failed",
+            reason=reason if is_decided else f"it did not answer within {CONNECT_TIMEOUT_SECONDS:.0f} s",
+            duration_ms=duration_ms,
+        )
+    offers = list_offers({name: config}, {name: actor.listing})
+    return ProbeResult(
+        name=name,
+        state="ready",
+        duration_ms=duration_ms,
+        tools=[_describe_offer(offer) for offer in offers],
+        listed_tools=len(actor.listing.tools),
+        notes=list(actor.listing.notes),
+    )
+
+
+def _describe_offer(offer: Offer) -> ProbedTool:
+    return ProbedTool(name=offer.name, description=offer.tool.description)
