@@ -507,7 +507,7 @@ async def test_killed_at_its_last_commit_it_is_known_to_be_done(
         assert moving.live(4) == -9, "after it: nothing was left but to begin and to finish, a commit each"
         assert "moving" not in everything(target)
         assert moving.live(0) == 0, moving.said
-        assert "Everything was there already" in moving.said
+        assert "Everything was copied before" in moving.said
 
 
 async def test_two_that_do_the_same_at_once_do_it_once(
@@ -754,12 +754,12 @@ async def test_the_command_says_how_it_goes_and_what_is_next(
     with program.terminal(*arguments) as terminal:
         terminal.expect(r"Copying +messages +\[#{20}\] +\d+ of \d+")
         terminal.expect(r"Comparing +messages +\[#{20}\]")
-        terminal.expect(r"Everything is there: [\d,]+ rows of \d+ tables, the same on both sides\.")
+        terminal.expect(r"Everything is copied: [\d,]+ rows of \d+ tables, the same on both sides\.")
         terminal.expect(r"Next: set store\.url .* and start `antiphon up`\.")
         assert terminal.ended() == 0
     again = program.run(*arguments)
     assert again.code == 0 and again.out.startswith("Comparing chains"), again.err
-    assert "Everything was there already" in again.out
+    assert "Everything was copied before" in again.out
 
 
 @pytest.mark.requirement("R")

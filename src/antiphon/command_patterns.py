@@ -1,4 +1,4 @@
-"""Patterns of commands in a list of the operator, and programs that run what their arguments say. Pure.
+"""Patterns of commands in an operator's list, and the programs that can run other programs. Pure.
 
 A pattern has the words of a whole command. `*` stands for any part of one word, and `...` at the end for any further
 words; neither covers an option, because an option can change what a program does. A program alone stands for all of its
@@ -15,8 +15,8 @@ from pathlib import PurePosixPath
 
 FURTHER_WORDS = "..."
 
-_VERSION_SUFFIX = re.compile(r"[0-9.]+$")
-_WILDCARDS = re.compile(r"[*?\[]")
+_VERSION_SUFFIX_PATTERN = re.compile(r"[0-9.]+$")
+_WILDCARD_PATTERN = re.compile(r"[*?\[]")
 _WRAPPER_NAMES = """
 sh bash dash zsh ksh fish busybox toybox env exec eval command builtin sudo doas su runuser setpriv
 chroot unshare nsenter nohup setsid nice ionice chrt taskset timeout stdbuf time watch xargs
@@ -32,9 +32,9 @@ gcc g++ cc clang ld rpm dpkg apt apt-get dnf yum apk snap brew mysql psql sqlite
 pytest tox nox just task rake m4 logrotate entr fzf dot
 """
 
-_WRAPPERS = frozenset(_WRAPPER_NAMES.split())
+_WRAPPER_PROGRAMS = frozenset(_WRAPPER_NAMES.split())
 """Programs that run what their arguments say: a grant for one would be a grant for everything."""
-_RUNNERS = frozenset(_RUNNER_NAMES.split())
+_RUNNER_PROGRAMS = frozenset(_RUNNER_NAMES.split())
 """Programs that some option or subcommand makes run other programs, or write any file."""
 
 
@@ -42,7 +42,7 @@ def parse_pattern(pattern: str) -> tuple[str, ...]:
     """Return the words of a pattern.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: it is not a valid pattern.
     """
     try:
         words = tuple(shlex.split(pattern))
@@ -81,19 +81,19 @@ def _matches_word(word: str, pattern: str) -> bool:
 
 
 def has_wildcards(pattern: str) -> bool:
-    return bool(_WILDCARDS.search(pattern)) or FURTHER_WORDS in pattern.split()
+    return bool(_WILDCARD_PATTERN.search(pattern)) or FURTHER_WORDS in pattern.split()
 
 
 def is_wrapper(program: str) -> bool:
     """Whether a program runs the command that its arguments are."""
-    return _is_among(program, _WRAPPERS)
+    return _is_among(program, _WRAPPER_PROGRAMS)
 
 
 def runs_programs(program: str) -> bool:
     """Whether arguments can make a program run others, or write files that it is not named for."""
-    return _is_among(program, _WRAPPERS) or _is_among(program, _RUNNERS)
+    return _is_among(program, _WRAPPER_PROGRAMS) or _is_among(program, _RUNNER_PROGRAMS)
 
 
 def _is_among(program: str, names: frozenset[str]) -> bool:
     name = PurePosixPath(program).name
-    return name in names or _VERSION_SUFFIX.sub("", name) in names
+    return name in names or _VERSION_SUFFIX_PATTERN.sub("", name) in names

@@ -88,7 +88,7 @@ class ProtocolMismatch(InvalidInput):
 
 
 class StaleFile(Conflict):
-    """A file has another content than the one its writer has seen."""
+    """The content of a file has changed since its writer read it."""
 
     code = "stale"
 
@@ -144,7 +144,7 @@ class Unavailable(AntiphonError):
 
 
 class SandboxUnavailable(Unavailable):
-    """Commands cannot be isolated here, so none is run. The hint is the cure."""
+    """Commands cannot be isolated here, so none is run. The hint says how to fix it."""
 
     code = "sandbox_unavailable"
     who = "operator"
@@ -381,7 +381,7 @@ class CrashSuspected(AntiphonError):
 
 
 class Fenced(AntiphonError):
-    """This process lost the lane: a holder with a higher epoch owns the run, so nothing of ours may commit."""
+    """This process lost the lane: a holder with a higher epoch owns the run, so it must not commit."""
 
     code = "fenced"
     who = "engine"

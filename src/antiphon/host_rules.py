@@ -1,4 +1,4 @@
-"""Which hosts may be reached: patterns that an operator lists, and addresses of the public internet.
+"""Decides which hosts may be reached: patterns that an operator lists, and addresses of the public internet.
 
 Imports nothing but the standard library, since the keeper uses it too.
 """
@@ -20,9 +20,9 @@ _REFUSED_NETWORKS = (
     ipaddress.ip_network("192.88.99.0/24"),  # relays into other networks
     ipaddress.ip_network("3fff::/20"),  # documentation
 )
-_LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
-_NAME = re.compile(rf"({_LABEL}\.)*{_LABEL}")
-_PORT = re.compile(r"[0-9]{1,5}")
+_LABEL_PATTERN = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
+_NAME_PATTERN = re.compile(rf"({_LABEL_PATTERN}\.)*{_LABEL_PATTERN}")
+_PORT_PATTERN = re.compile(r"[0-9]{1,5}")
 _LOCAL_NAME = "localhost"
 
 IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -49,7 +49,7 @@ class HostRules:
         return any(port in rule.ports and _matches(rule.host, host) for rule in self._rules)
 
     def permits_address(self, host: str, address: str, port: int) -> bool:
-        """Whether a host that is permitted may be reached at this address, which it was found to have."""
+        """Whether a permitted host may be reached at this address, to which its name was resolved."""
         address = address.split("%", 1)[0]
         if is_public_address(address):
             return True
@@ -94,7 +94,7 @@ def split_authority(text: str) -> tuple[str, int | None]:
         host, _, port = text.partition(":")
     else:
         host, port = text, None
-    if port is not None and not (_PORT.fullmatch(port) and 0 < int(port) < 65536):
+    if port is not None and not (_PORT_PATTERN.fullmatch(port) and 0 < int(port) < 65536):
         raise ValueError("the port is not a number from 1 to 65535")
     return normalize_host(host), None if port is None else int(port)
 
@@ -111,7 +111,11 @@ def normalize_host(host: str) -> str:
     if not name.isascii():
         name = name.encode("idna").decode("ascii")
     # A last part of digits is another way to write an address.
-    if len(name) > MAX_HOST_CHARACTERS or not _NAME.fullmatch(name) or name.rpartition(".")[2].isdigit():
+    if (
+        len(name) > MAX_HOST_CHARACTERS
+        or not _NAME_PATTERN.fullmatch(name)
+        or name.rpartition(".")[2].isdigit()
+    ):
         raise ValueError("the host is neither a name nor an address")
     return name
 
@@ -125,7 +129,7 @@ def _is_address(text: str) -> bool:
 
 
 def is_public_address(address: str) -> bool:
-    """Whether an address belongs to the public internet, also if it is written inside another one."""
+    """Whether an address belongs to the public internet, even if it is embedded in another one."""
     ip: IpAddress = ipaddress.ip_address(address.split("%", 1)[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour

@@ -124,7 +124,7 @@ def _replace_secrets(config: Config) -> Config:
 
 
 def build_toolbox(config: Config, added_tools: Sequence[Tool], sandboxes: Sandboxes | None = None) -> Toolbox:
-    """Return the tools that a gateway with this configuration has, with those that it adds. They cannot be called.
+    """Return the tools of a gateway with this configuration, with `added_tools`. They cannot be called.
 
     Commands count as available, unless `sandboxes` has found out that they are not.
     """
@@ -204,13 +204,13 @@ async def _try_first_request(
         )
 
 
-_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_HEADER_VALUE = re.compile(r"(?:[^\x00\s]+(?:[ \t]+[^\x00\s]+)*)?")
+_HEADER_NAME_PATTERN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE_PATTERN = re.compile(r"(?:[^\x00\s]+(?:[ \t]+[^\x00\s]+)*)?")
 
 
 def is_sendable_header(name: str, value: str) -> bool:
     """Whether a transport sends the header; it refuses others only when it sends the request."""
-    return bool(_HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value))
+    return bool(_HEADER_NAME_PATTERN.fullmatch(name) and _HEADER_VALUE_PATTERN.fullmatch(value))
 
 
 class _NoStore:

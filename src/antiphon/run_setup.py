@@ -56,7 +56,10 @@ class RunSetupBuilder:
         self._approval_timeout_seconds = config.tools.approvals.timeout_seconds
         self._max_subagent_steps = config.agents.defaults.subagents.max_concurrent
         self._subagent_slots: dict[str | None, asyncio.Semaphore] = {}
-        """By provider, with None for agents without one, so that a stuck provider does not delay the others."""
+        """Slots for steps of sub-agents by provider, so that a stuck provider does not delay the others.
+
+        The key is None for agents without a provider.
+        """
 
     async def __call__(self, claim: Claim) -> RunSetup:
         agent = self._agents.get(claim.agent_id)

@@ -152,7 +152,7 @@ async def test_a_long_command_goes_on_and_wakes_its_session_once(tmp_path: Path)
         [row] = find_rows(agents)
         assert text.startswith("Running for ")
         assert repr(row["id"]) in text
-        assert "You are told when it has ended" in text
+        assert "You are notified when it ends" in text
         assert "running" in (await process(agents, action="list")).lower()
         assert "begun" in await process(agents, action="poll", sessionId=row["id"])
         go.touch()

@@ -84,14 +84,14 @@ _TALK_STORY = DemoStory(
     ),
 )
 
-_SALES = "date,fruit\n06-01,pear\n06-01,plum\n06-02,plum\n06-03,apple\n06-03,plum\n06-04,pear\n"
-_SUMMARY = "# Sales\n\nThe plum sold best: 3 of 6. Then the pear (2) and the apple (1).\n"
+_SALES_CSV = "date,fruit\n06-01,pear\n06-01,plum\n06-02,plum\n06-03,apple\n06-03,plum\n06-04,pear\n"
+_SALES_SUMMARY = "# Sales\n\nThe plum sold best: 3 of 6. Then the pear (2) and the apple (1).\n"
 _COUNT_COMMAND = "cd {attachments}; tail -n +2 sales.csv | cut -d, -f2 | sort | uniq -c | sort -rn"
 _COUNT_SCRIPT = f"""\
 Which fruit sold best? Write a summary.
 call read {dumps({"path": "{attachments}/sales.csv"})}
 call exec {dumps({"command": _COUNT_COMMAND})}
-call write {dumps({"path": "summary.md", "content": _SUMMARY})}
+call write {dumps({"path": "summary.md", "content": _SALES_SUMMARY})}
 slow 0.3 The plum sold best. I wrote summary.md."""
 _WORK_STORY = DemoStory(
     config={"agents": {"list": [{"id": "main", "default": True}]}},
@@ -107,7 +107,7 @@ _WORK_STORY = DemoStory(
                 {
                     "task": _COUNT_SCRIPT,
                     "label": "clerk",
-                    "attachments": [{"name": "sales.csv", "content": _SALES}],
+                    "attachments": [{"name": "sales.csv", "content": _SALES_CSV}],
                 }
             )
             + "\ncall sessions_yield "

@@ -141,7 +141,7 @@ def _read_owner_token(settings: Settings) -> str | None:
     path = settings.paths.state_dir / TOKENS
     if not path.exists():
         raise Unauthorized(
-            f"The token file {str(path)!r} is gone.", "Restart the gateway, or pass --token-file."
+            f"The token file {str(path)!r} no longer exists.", "Restart the gateway, or pass --token-file."
         )
     return TokenRegistry.read(path).owner_token
 

@@ -95,7 +95,7 @@ async def wait_for_delivery(backend: Backend, delivery: DeliveryView) -> Deliver
 async def wait_for_task(
     backend: Backend, session: str, run_id: str, seconds: float | None, on_phase: Callable[[TaskView], None]
 ) -> TaskView | None:
-    """Wait until a task has settled or the time is over, and return it; `on_phase` is called for every phase.
+    """Wait until a task has settled or the time has passed, and return it; `on_phase` is called for every phase.
 
     Returns None for a task that ended so long ago that it is no longer listed.
     """

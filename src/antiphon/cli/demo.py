@@ -1,7 +1,7 @@
 """`antiphon demo`: agents that message each other or work, drawn as it happens.
 
 Starts an app with the rehearsal model in a directory of its own. Messages from a person start the conversation; the
-output is built only from the app's events. What is said is in `_demo_stories`.
+output is built only from the app's events. The texts are in `_demo_stories`.
 """
 
 from __future__ import annotations

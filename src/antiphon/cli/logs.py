@@ -48,7 +48,7 @@ def _read_last_lines(log: TextIO, count: int) -> Iterator[str]:
 
 
 def _follow_lines(path: Path, position: int) -> Iterator[str]:
-    """Yield lines as they are written, also after the log file was rotated."""
+    """Yield lines as they are written, even after the log file was rotated."""
     log, begun = None, ""
     while True:
         try:
@@ -65,14 +65,14 @@ def _follow_lines(path: Path, position: int) -> Iterator[str]:
             begun = ""
         if text:
             continue
-        if log is not None and inode != _inode_of(log):
+        if log is not None and inode != _get_inode(log):
             log.close()
             log, position = None, 0
             continue
         time.sleep(POLL_SECONDS)
 
 
-def _inode_of(log: TextIO) -> int:
+def _get_inode(log: TextIO) -> int:
     import os
 
     return os.fstat(log.fileno()).st_ino

@@ -145,7 +145,7 @@ def _build_result(moved: MigrationResult) -> dict[str, object]:
 
 def _print_result(moved: MigrationResult, tokens: int, server: PgServer) -> None:
     rows = sum(moved.tables.values())
-    done = "Everything was there already" if moved.was_finished else "Everything is there"
+    done = "Everything was copied before" if moved.was_finished else "Everything is copied"
     click.echo(f"{done}: {rows:,} rows of {len(moved.tables)} tables, the same on both sides.")
     if moved.replaced:
         click.echo(

@@ -1,4 +1,4 @@
-"""`antiphon tools`: the tools of an agent or of a session, and the key of the configuration that decides about each."""
+"""`antiphon tools`: the tools of an agent or of a session, and the configuration key that decides about each."""
 
 from __future__ import annotations
 

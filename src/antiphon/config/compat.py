@@ -96,8 +96,8 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
 
 FOREIGN_KEY_ADVICE: dict[str, str] = {
     "tools.elevated": "no sender leaves the sandbox. Use 'tools.exec.host' of an agent for commands on this machine.",
-    "tools.codeMode": "models call each tool by itself. Remove it.",
-    "tools.toolsBySender": "tools depend on the session, not on who writes. Give the senders an agent of their own.",
+    "tools.codeMode": "models call tools directly. Remove it.",
+    "tools.toolsBySender": "tools depend on the session, not on the sender. Give senders an agent of their own.",
     "loopDetection.repeatThreshold": "Use 'tools.loopDetection.warningThreshold'.",
     **dict.fromkeys(
         (f"loopDetection.{key}" for key in _LOOP_KEYS.split() if key != "repeatThreshold"),
@@ -106,7 +106,7 @@ FOREIGN_KEY_ADVICE: dict[str, str] = {
     "tools.message": "posting follows the send policy. Use 'session.sendPolicy' and 'tools.sessions'.",
     "tools.swarm": "sub-agents have limits of their own. Use 'agents.defaults.subagents'.",
     "tools.media": (
-        "audio and video are not understood. For images use 'agents.defaults.imageModel' and the tool 'image'."
+        "audio and video are not supported. For images use 'agents.defaults.imageModel' and the tool 'image'."
     ),
     "tools.links": "links are read only if the agent asks. Use the tool 'web_fetch'.",
     "tools.toolSearch": "every tool is in the prompt. Use 'tools.allow' and 'tools.deny' for fewer.",
@@ -117,11 +117,11 @@ FOREIGN_KEY_ADVICE: dict[str, str] = {
     "memory": "notes are files of the workspace. Use 'MEMORY.md', 'memory/*.md' and the tool 'memory_search'.",
     "skills": "every skill in 'skills/' of the agent's workspace is listed. Add or remove its directory.",
     "exec.mode": "the levels are separate. Use 'tools.exec.host', 'security' and 'ask'.",
-    "exec.node": "commands run on no other machines. Use 'tools.exec.host'.",
+    "exec.node": "commands run only on this machine. Use 'tools.exec.host'.",
     "exec.reviewer": "people decide, not a model. Use 'tools.exec.ask' and `antiphon approvals`.",
     "exec.safeBinProfiles": "the arguments of 'safeBins' follow one rule. Use 'tools.exec.allowlist' for others.",
     "exec.strictInlineEval": "inline code is never covered by 'allowlist'. Remove it.",
-    "sandbox.browser": "there is no browser. Use the tool 'web_fetch'.",
+    "sandbox.browser": "agents have no browser. Use the tool 'web_fetch'.",
     "sandbox.perSession": "'sandbox.scope' replaces it. Use 'session', 'agent' or 'shared'.",
     "sandbox.ssh": "commands run on this machine. Use 'sandbox.backend' with 'bwrap'.",
     "approvals": "requests are shown to every approver. Use `antiphon approvals` and 'tools.approvals.timeoutSeconds'.",

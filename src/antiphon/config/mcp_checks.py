@@ -1,4 +1,4 @@
-"""Checks of the configured MCP servers: what no server can work with."""
+"""Checks the configured MCP servers for settings that cannot work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OLD_HTTP_TRANSPORT = "sse"
 
 
 def check_servers(servers: list[tuple[str, str, McpServerConfig]]) -> Iterator[Problem]:
-    """Yield what cannot work, given each server with its path and name."""
+    """Yield the problems of the servers, each of which is given with its path and name."""
     seen: dict[str, str] = {}
     if len(servers) > MAX_SERVERS:
         path = servers[MAX_SERVERS][0]
@@ -79,7 +79,7 @@ def _name_kind(server: McpServerConfig) -> str:
 
 
 def _check_texts(path: str, server: McpServerConfig) -> Iterator[Problem]:
-    """Yield problems of texts that no process and no request can be given."""
+    """Yield problems with texts that cannot be passed to a process or sent in a request."""
     for name in server.env:
         if not name or "=" in name or "\0" in name:
             yield Problem(

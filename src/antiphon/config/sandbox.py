@@ -89,19 +89,11 @@ class SandboxConfig(Section):
 
 
 class EntrySandbox(SandboxConfig):
-    """One agent's overrides of `agents.defaults.sandbox`. Binds are added; the rest replaces."""
+    """One agent's overrides of `agents.defaults.sandbox`. Binds are added; other settings replace theirs."""
 
 
 def merge_sandbox(base: SandboxConfig, own: SandboxConfig) -> SandboxConfig:
     """Return the settings of an agent: what its own section sets, over the defaults."""
-    merged = _override(base, own)
-    return merged.model_copy(update={"binds": _unite(base.binds, own.binds)})
-
-
-def _override(base: SandboxConfig, own: SandboxConfig) -> SandboxConfig:
     changes: dict[str, Any] = {name: getattr(own, name) for name in own.model_fields_set}
+    changes["binds"] = tuple(dict.fromkeys((*base.binds, *own.binds)))
     return base.model_copy(update=changes)
-
-
-def _unite(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*first, *second)))

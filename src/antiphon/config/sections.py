@@ -296,7 +296,7 @@ WebAddress = Annotated[str, Field(pattern=WEB_ADDRESS_PATTERN)]
 
 
 class SearchService(Section):
-    """Where a search service is."""
+    """The address of a search service."""
 
     base_url: WebAddress | None = None
 
@@ -431,7 +431,7 @@ class LoopDetectionConfig(Section):
         default=None, description="Calls of the run that count. Default: 30."
     )
     warning_threshold: LoopCount | None = Field(
-        default=None, description="From this repetition on, the model is told. Default: 10."
+        default=None, description="From this repetition on, the model is warned. Default: 10."
     )
     critical_threshold: LoopCount | None = Field(
         default=None, description="From this repetition on, the call is refused. Default: 20."

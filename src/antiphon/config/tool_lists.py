@@ -62,7 +62,7 @@ def _explain_unknown_name(listed: _ToolList, name: str) -> str | None:
     lowered = name.lower()
     if lowered.startswith(GROUP_PREFIX):
         if lowered in EMPTY_TOOL_GROUPS and listed.path.endswith("deny"):
-            return None  # nothing is left undone
+            return None  # a group without tools is denied anyway
         return f"{listed.path!r} names {name!r}, a group without tools here. {_suggest_group(name)}"
     if name in BUILTIN_TOOL_NAMES or (listed.has_wildcards and "*" in name) or not _is_like_builtin(lowered):
         return None

@@ -307,7 +307,7 @@ def _check_send_rules(config: Config) -> Iterator[Problem]:
 
 
 def _check_exec(config: Config) -> Iterator[Problem]:
-    """Commands on this machine must be wanted: nothing of what they may do is a default."""
+    """Commands on this machine must be enabled explicitly: 'security' has no default for them."""
     levels = [("tools.exec", config.tools.exec)]
     levels += [
         (f"agents.list[{n}].tools.exec", agent.tools.exec) for n, agent in enumerate(config.agents.list)

@@ -74,7 +74,7 @@ class EventPublisher:
         return ToolOutputPublisher(self._bus, run, call)
 
     def publish_ended_run(self, ended: EndedRun) -> None:
-        """Publish the last entries of a run and its end. Of a note, there is only the entry."""
+        """Publish the last entries of a run and its end. A note has only its entry."""
         run = ended.run
         self.publish_entries(run, ended.entries)
         topics = (run_topic(run.run_id), session_topic(run.session))

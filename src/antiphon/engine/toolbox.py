@@ -24,7 +24,7 @@ class OutputListener(Protocol):
     """Shows people what a call has printed so far. It may be missed; the result has all of it."""
 
     def is_listening(self) -> bool:
-        """Whether anybody would see it now."""
+        """Whether the output would reach a listener now."""
         ...
 
     def show(self, text: str, total_bytes: int) -> None:
@@ -144,7 +144,7 @@ class PermittedTools:
         self._usable = tools
 
     def select_usable(self) -> Mapping[str, Tool]:
-        """Return the tools that can be used now. This is called for every run, and which they are rarely changes."""
+        """Return the tools that can be used now. Called for every run; the result rarely changes."""
         absent = {
             name
             for explain, names in self._names_by_condition.items()

@@ -2,7 +2,7 @@
 
 A client acts as an operator, or as the session that its header `X-Antiphon-Session-Key` names. As a session it has the
 tools of a run in that session and reaches what that session reaches; what its token may not do, it may not do through
-the session either. Reading, sending and refusing are done by the tools themselves.
+the session either. The tools themselves read, send and refuse.
 
 The protocol is in `antiphon.mcp.server.protocol`, which is imported by the first request.
 """
@@ -129,14 +129,14 @@ def _read_session_key(request: Request) -> str | None:
 
 
 class Actor(NamedTuple):
-    """Who calls the tools, and which tools there are for it."""
+    """The caller of the tools, and the tools that it may call."""
 
     caller: Caller
     tools: Mapping[str, Tool]
 
 
 class SessionProvider:
-    """What one client is offered: tools on sessions, and transcripts as resources."""
+    """Offers one client the tools on sessions, and transcripts as resources."""
 
     resource_template = HISTORY_TEMPLATE
 

@@ -1,4 +1,4 @@
-"""What every operation shares: store, bus, clock, engine, session access, events, and how a row becomes a view."""
+"""The context that all operations share: store, bus, clock, engine, session access, events and views."""
 
 from __future__ import annotations
 

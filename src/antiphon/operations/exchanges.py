@@ -266,7 +266,7 @@ class ExchangeOperations:
     # --- the log, for operators ---
 
     async def get(self, caller: Caller, reference: str) -> ExchangeDetail:
-        """Return one exchange with its full texts, secrets masked. `reference` is its id or the beginning of it.
+        """Return one exchange with its full texts, secrets masked. `reference` is its id or a prefix of it.
 
         Raises:
             NotFound: no exchange has such an id.

@@ -286,7 +286,7 @@ class Readiness(msgspec.Struct, frozen=True, omit_defaults=True):
     failing: list[str] = []
     """What keeps the gateway from accepting work."""
     degraded: list[str] = []
-    """What fails without keeping the gateway from accepting work."""
+    """What fails although the gateway accepts work."""
 
 
 class SystemStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,7 +295,7 @@ class SystemStatus(msgspec.Struct, frozen=True, kw_only=True):
     queued: int
     running: int
     oldest_unclaimed_run_seconds: float
-    """How long the oldest run has waited that only needs a replica to take it."""
+    """How long the oldest run that could start has waited for a replica."""
     abandoned: int
     """Runs whose replica is silent and that no other replica has taken over yet."""
     replicas: int

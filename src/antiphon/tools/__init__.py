@@ -103,7 +103,7 @@ def create_work_tools(
 
 
 class CommandTools(NamedTuple):
-    """The tools for commands, and what looks after the commands."""
+    """The tools for commands, and the commands that they start."""
 
     commands: Commands
     tools: list[Tool]

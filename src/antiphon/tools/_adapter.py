@@ -57,7 +57,7 @@ def build_tool(
     agents: Callable[[str], Sequence[str]] | None = None,
     unavailable: Callable[[str], str | None] | None = None,
 ) -> Tool:
-    """Build one of our own tools. Calls may be repeated after a crash: reads are harmless, actions are idempotent.
+    """Build a built-in tool. Calls may be repeated after a crash: reads are harmless, actions are idempotent.
 
     `aliases` are further names of arguments, as models know them from other programs. They are not in the schema, and
     neither are `ignored` ones, which other programs have and which mean nothing here.

@@ -1,4 +1,4 @@
-"""How the tools for commands word what became of a command."""
+"""Texts of the command tools: the state, the output and the end of a command."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _name_status(row: Row) -> str:
 
 
 def describe_state(row: Row, now: int) -> str:
-    """Return in one or two sentences what became of a command."""
+    """Describe the state of a command in one or two sentences."""
     seconds = f"{max(0, (row['ended_at'] or now) - row['created_at']) / 1000:.3g} s"
     code = row["exit_code"]
     texts = {
@@ -84,7 +84,7 @@ def describe_state(row: Row, now: int) -> str:
 
 
 class CommandNotices:
-    """Words what a session reads when its background commands end."""
+    """Builds the notices that a session reads when its background commands end."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
         self._config = config

@@ -15,7 +15,7 @@ TOOL_DESCRIPTION = (
     "Replace a text in a file of the workspace that you have read. The old text must occur exactly once, unless "
     "replaceAll is set. It is refused as stale if the file was changed since you read it."
 )
-_ALIASES = {
+_ARGUMENT_ALIASES = {
     "file_path": "path",
     "filePath": "path",
     "old_string": "oldText",
@@ -50,7 +50,7 @@ def edit(files: WorkspaceFiles) -> Tool:
         TOOL_DESCRIPTION,
         EditArguments,
         run,
-        aliases=_ALIASES,
+        aliases=_ARGUMENT_ALIASES,
         has_side_effects=True,
         reaches_sessions=False,
     )

@@ -25,10 +25,10 @@ MAX_TIMEOUT_SECONDS = 86_400
 MAX_FIRST_OUTPUT_CHARACTERS = 4000
 TOOL_DESCRIPTION = (
     "Run a shell command (`sh -c`) in the workspace. It waits a while for the end; a command that takes longer goes on "
-    "in the background, and you are told when it has ended: use the tool process to look at it, write to it or stop "
+    "in the background, and you are notified when it ends: use the tool process to look at it, write to it or stop "
     "it. Start servers with background: what a command leaves running ends with it."
 )
-_ALIASES = {
+_ARGUMENT_ALIASES = {
     "cmd": "command",
     "working_dir": "workdir",
     "cwd": "workdir",
@@ -36,7 +36,7 @@ _ALIASES = {
     "run_in_background": "background",
     "tty": "pty",
 }
-_IGNORED = ("description",)
+_IGNORED_ARGUMENTS = ("description",)
 
 
 class ExecArguments(ToolArguments, frozen=True):
@@ -119,8 +119,8 @@ def create_exec_tool(commands: Commands, launcher: CommandLauncher, clock: Clock
         TOOL_DESCRIPTION,
         ExecArguments,
         run,
-        aliases=_ALIASES,
-        ignored=_IGNORED,
+        aliases=_ARGUMENT_ALIASES,
+        ignored=_IGNORED_ARGUMENTS,
         has_side_effects=True,
         reaches_sessions=False,
     )
@@ -130,7 +130,11 @@ def create_exec_tool(commands: Commands, launcher: CommandLauncher, clock: Clock
 
 
 def _rename(call: ToolRequest) -> dict[str, object]:
-    return {_ALIASES.get(name, name): value for name, value in call.arguments.items() if name not in _IGNORED}
+    return {
+        _ARGUMENT_ALIASES.get(name, name): value
+        for name, value in call.arguments.items()
+        if name not in _IGNORED_ARGUMENTS
+    }
 
 
 async def _render_running(row: Row, commands: Commands, clock: Clock, *, is_reported: bool) -> ToolOutput:
@@ -139,7 +143,7 @@ async def _render_running(row: Row, commands: Commands, clock: Clock, *, is_repo
     if total := await commands.measure_output(row):
         output = await commands.read_output(row, 0, total) or ""
     note = "It goes on in the background. " + (
-        "You are told when it has ended; use the tool process to look at it before."
+        "You are notified when it ends; use the tool process to look at it before."
         if is_reported
         else "Use the tool process to look at it."
     )

@@ -1,4 +1,4 @@
-"""Python functions as tools: `antiphon.tool` marks one, and `tools.python` in the configuration names where they are.
+"""Python functions as tools: `antiphon.tool` marks one, and `tools.python` in the configuration lists them.
 
 A function's signature is its schema and its docstring is its description. A synchronous function runs in a thread. A
 call that a crash interrupted is reported to the model and not repeated, unless the function is marked `repeatable`. A
@@ -32,8 +32,8 @@ __all__ = ["load_python_tools", "tool"]
 
 MAX_NAME_CHARACTERS = 64
 _NAME_PATTERN = re.compile(rf"[A-Za-z_][A-Za-z0-9_-]{{0,{MAX_NAME_CHARACTERS - 1}}}")
-_ARGUMENTS_HEADING = re.compile(r"\n\s*(Args|Arguments|Parameters):\s*\n")
-_ARGUMENT_LINE = re.compile(r"^(\s*)(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
+_ARGUMENTS_HEADING_PATTERN = re.compile(r"\n\s*(Args|Arguments|Parameters):\s*\n")
+_ARGUMENT_LINE_PATTERN = re.compile(r"^(\s*)(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 _NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _MARK_NAME = "__antiphon_tool__"
 
@@ -241,11 +241,11 @@ def _describe_annotation(annotation: Any, description: str | None) -> Any:
 
 def _split_docstring(text: str) -> tuple[str, dict[str, str]]:
     """Return what a docstring says of the function, and of each argument in its `Args:` section."""
-    parts = _ARGUMENTS_HEADING.split(f"\n{text}\n", maxsplit=1)
+    parts = _ARGUMENTS_HEADING_PATTERN.split(f"\n{text}\n", maxsplit=1)
     descriptions: dict[str, str] = {}
     current, indentation = "", -1
     for line in parts[2].splitlines() if len(parts) > 1 else ():
-        matched = _ARGUMENT_LINE.match(line)
+        matched = _ARGUMENT_LINE_PATTERN.match(line)
         if matched and (indentation < 0 or len(matched[1]) <= indentation):
             indentation, current = len(matched[1]), matched[2]
             descriptions[current] = matched[3].strip()

@@ -53,7 +53,7 @@ def web_fetch(
         TOOL_DESCRIPTION,
         WebFetchArguments,
         run,
-        has_side_effects=True,  # it tells others what the session asks for
+        has_side_effects=True,  # it sends the session's address to a server
         reaches_sessions=False,
         unavailable=None if is_enabled else lambda _agent_id: DISABLED_REASON,
     )

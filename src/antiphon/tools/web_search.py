@@ -45,7 +45,7 @@ def web_search(search: WebSearch, settings: WebSearchConfig) -> Tool:
         WebSearchArguments,
         run,
         aliases={"maxResults": "count", "max_results": "count"},
-        has_side_effects=True,  # it tells others what the session asks for
+        has_side_effects=True,  # it sends the session's query to a service
         reaches_sessions=False,
         unavailable=None if missing is None else lambda _agent_id: missing,
     )

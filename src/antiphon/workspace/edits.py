@@ -124,7 +124,9 @@ class FilePatch(msgspec.Struct, frozen=True):
             InvalidInput: the lines of a hunk do not occur in the file.
         """
         lines = content.split("\n")
-        searches = [_LineSearch([normalize(line) for line in lines], normalize) for normalize in _COMPARISONS]
+        searches = [
+            _LineSearch([normalize(line) for line in lines], normalize) for normalize in _LINE_NORMALIZERS
+        ]
         changed: list[str] = []
         position = 0
         for number, hunk in enumerate(self.hunks, 1):
@@ -225,7 +227,7 @@ def _parse_hunks(lines: Sequence[str]) -> Iterator[Hunk]:
         yield Hunk(tuple(old), tuple(new), context)
 
 
-_COMPARISONS: tuple[Callable[[str], str], ...] = (str, str.rstrip, str.strip)
+_LINE_NORMALIZERS: tuple[Callable[[str], str], ...] = (str, str.rstrip, str.strip)
 """How lines are compared: exactly first, then without trailing, then without surrounding whitespace."""
 
 

@@ -275,7 +275,7 @@ _TEXT_SURROUNDINGS = _COMMON_SURROUNDINGS | dict.fromkeys(("td", "th"), ("", "\t
 _MARKDOWN_SURROUNDINGS = (
     _COMMON_SURROUNDINGS | dict.fromkeys(("td", "th"), ("", " | ")) | {"code": ("`", "`")}
 )
-_HEADING_TAG = re.compile(r"h([1-6])")
+_HEADING_TAG_PATTERN = re.compile(r"h([1-6])")
 
 
 def extract_text(html: str, base_url: str, mode: Literal["markdown", "text"] = "markdown") -> str:
@@ -331,7 +331,7 @@ class _TextWriter:
 
     def _surround(self, tag: str, node: _HtmlNode) -> tuple[str, str]:
         """Return what stands before and after the text of a node."""
-        if heading := _HEADING_TAG.fullmatch(tag):
+        if heading := _HEADING_TAG_PATTERN.fullmatch(tag):
             return "\n\n" + ("#" * int(heading[1]) + " " if self._markdown else ""), "\n\n"
         if tag == "a" and self._markdown and (target := node.attributes.get("href")):
             return "[", f"]({_join_url(self._base_url, target)})"

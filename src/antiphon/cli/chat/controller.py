@@ -137,7 +137,7 @@ class ChatController:
         """Run `input_task` until it is done or the user leaves; meanwhile show events and handle Ctrl-C.
 
         Raises:
-            AntiphonError: the gateway is gone for good, or a script cannot continue.
+            AntiphonError: the gateway does not come back, or a script cannot continue.
         """
         loop = asyncio.get_running_loop()
         for work in (

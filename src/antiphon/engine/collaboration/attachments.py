@@ -278,7 +278,7 @@ def write(
 
     `below` is the directory in the workspace that the child works in; empty if it is the workspace itself.
 
-    `folder` is chosen by us, never by a caller. If it already has exactly these files, the result is the same receipt;
+    Antiphon chooses `folder`, never a caller. If it already has exactly these files, the result is the same receipt;
     with other files it is a `Conflict`. The MIME types only go into the manifest.
     """
     _check_folder(folder)
@@ -415,7 +415,7 @@ def _open_directory(name: str | Path, parent: int | None = None) -> Generator[in
 
 def _make_unsafe_directory_error(name: str) -> InvalidInput:
     return InvalidInput(
-        f"{name!r} in the workspace is a link or a file where attachments need a directory, or was exchanged.",
+        f"{name!r} in the workspace is a link or a file where attachments need a directory, or was replaced.",
         "Remove it, then try again.",
         field="attachments",
         reason="attachments_unsafe_directory",

@@ -35,7 +35,7 @@ class ExchangeSides(NamedTuple):
 
 
 class TaskStats(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """What a run took. None is not known, which is not the same as nothing."""
+    """The time, tokens and cost of a run. None means unknown, not zero."""
 
     runtime_ms: int | None = None
     tokens_in: int | None = None
@@ -48,7 +48,7 @@ class TaskStats(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class TaskReport(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """How a sub-agent's task ended. `status` is what the runtime saw, never what the model says of itself."""
+    """How a sub-agent's task ended. `status` comes from the runtime, never from the model."""
 
     status: RunOutcome
     result: str | None

@@ -1,4 +1,4 @@
-"""What the outbox asks of a channel to a chat service: the interface of adapters for sending.
+"""The interface between the outbox and a channel, an adapter to a chat service.
 
 An adapter renders and transports. Retries, order, pace, parts and the records of what was sent belong to the outbox.
 """
@@ -12,7 +12,7 @@ import msgspec
 
 from antiphon.engine.outbox.delivery_rows import Destination
 
-__all__ = ["UNLIMITED", "DeliveryChannel", "Pace", "Part", "Rate", "Receipt", "RenderedPart"]
+__all__ = ["UNLIMITED_RATE", "DeliveryChannel", "Pace", "Part", "Rate", "Receipt", "RenderedPart"]
 
 
 class RenderedPart(msgspec.Struct, frozen=True):
@@ -20,11 +20,11 @@ class RenderedPart(msgspec.Struct, frozen=True):
 
     text: str
     plain: str | None = None
-    """The same without markup, for a service that refuses the markup. None: `text` has none."""
+    """The same without markup, for a service that refuses the markup. None if `text` has none."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """One message to a chat. `key` and `n` identify it for ever."""
+    """One message to a chat. `key` and `n` identify it permanently."""
 
     key: str
     n: int
@@ -46,14 +46,14 @@ class Rate(msgspec.Struct, frozen=True):
     burst: int = 1
 
 
-UNLIMITED = Rate()
+UNLIMITED_RATE = Rate()
 
 
 class Pace(msgspec.Struct, frozen=True):
     """How fast a service takes messages: from one account, and in one chat."""
 
-    account: Rate = UNLIMITED
-    place: Rate = UNLIMITED
+    account: Rate = UNLIMITED_RATE
+    place: Rate = UNLIMITED_RATE
 
 
 class DeliveryChannel(Protocol):

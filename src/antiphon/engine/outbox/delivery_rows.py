@@ -16,7 +16,7 @@ from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
 SQL = Queries("deliveries")
-DELIVERY_LIFETIME_MS = MILLISECONDS_PER_DAY  # to a service; people are not sent what is older
+DELIVERY_LIFETIME_MS = MILLISECONDS_PER_DAY  # to a service; an older one expires
 
 
 class Destination(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):

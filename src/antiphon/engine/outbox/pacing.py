@@ -1,7 +1,7 @@
 """Spaces messages to chat services: per account and per chat, as the services allow.
 
-It is a courtesy of one process, which avoids most refusals. What a service demands after one (`NotSent.retry_after`)
-is kept in the store.
+Each process paces only its own messages, which avoids most refusals. The wait that a service asks for in a refusal
+(`NotSent.retry_after`) is kept in the store.
 """
 
 from __future__ import annotations

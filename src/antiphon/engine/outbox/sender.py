@@ -1,10 +1,10 @@
 """Sends deliveries from the outbox to their channels.
 
 A delivery is checked against the session's send policy, sanitized (`sanitize`) and sent to its channel, in order per
-destination and in parts that the service takes. Before a part is sent, the store says that it is being sent; afterwards
-it has the receipt. If the process dies in between, the part is sent again where the service takes its key for the same
-message, or looked for at the service; otherwise the delivery becomes `ambiguous`, which people can see. The web chat
-shows the transcript itself, so a delivery there is only a commit and an event.
+destination and in parts that the service accepts. Before a part is sent, the store records that it is being sent, and
+afterwards its receipt. If the process dies in between, the part is sent again if the service recognizes its key, or
+looked for at the service; otherwise the delivery becomes `ambiguous`, which people can see. The web chat shows the
+transcript itself, so a delivery there is only a commit and an event.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class _DeliveryOutcome(NamedTuple):
     state: str
     error: str | None = None
     receipt: Receipt | None = None
-    """Of the last part, if the delivery is complete."""
+    """The receipt of the last part, if the delivery is complete."""
     next_at: int = 0
     may_have_been_sent: bool = False
     is_attempt: bool = True
     """Whether it counts as an attempt; waiting as long as a service asked for does not."""
     held_until: int | None = None
-    """Until when nothing may be sent from the same account."""
+    """The time until which nothing may be sent from the same account."""
     moved_to: Destination | None = None
     """The new address of the chat."""
 
@@ -271,7 +271,7 @@ class Outbox(msgspec.Struct):
         *,
         is_doubtful: bool,
     ) -> Receipt | _DeliveryOutcome:
-        """Send a part, or find out what became of it. With `is_doubtful`, an earlier attempt may have been taken."""
+        """Send a part, or find out whether it was sent. With `is_doubtful`, an earlier attempt may have been taken."""
         started_at = stored["started_at"] or self.clock.now()
         window_ends_at = started_at + channel.idempotency_seconds * 1000
         part = Part(
@@ -507,7 +507,7 @@ async def _settle_delivery(
 
 
 async def _report_outcome(tx: Tx, row: Row, state: str, now: int) -> None:
-    """Record what became of a delivery where its cause is: an entry, an exchange or a task."""
+    """Record the outcome of a delivery in its cause: an entry, an exchange or a task."""
     if row["entry_run"] is not None:
         await tx.do(SQL.mark_shown, run_id=row["entry_run"], shown=int(state != "blocked"))
     if row["exchange"] is not None:

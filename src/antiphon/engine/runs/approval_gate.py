@@ -94,7 +94,7 @@ class ApprovalGate:
     async def find_refusal(
         self, claim: Claim, tool: Tool, request: ToolRequest, timeout_seconds: float, *, resumed: bool
     ) -> ToolOutput | Literal["interrupted"] | None:
-        """Wait until the call may be made. Returns None then, and otherwise what the model is told instead.
+        """Wait until the call may be made. Returns None then, and otherwise the result that the model gets instead.
 
         `interrupted` means that the call may have been made before a crash and must not be made again.
         """

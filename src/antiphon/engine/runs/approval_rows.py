@@ -34,10 +34,10 @@ APPROVAL_REREAD_SECONDS = 1.0  # of silence, after which the row is read again
 APPROVAL_ID_BYTES = 5
 MAX_SPACES_SHOWN = 40
 _INVISIBLE_UNICODE_CATEGORIES = frozenset({"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs"})
-_UNSEEN_LETTERS_AND_MARKS = re.compile(
+_UNSEEN_LETTERS_AND_MARKS_PATTERN = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
-_LONG_BLANKS = re.compile(rf" {{{MAX_SPACES_SHOWN + 1},}}|\n(?: *\n){{3,}}")
+_LONG_BLANKS_PATTERN = re.compile(rf" {{{MAX_SPACES_SHOWN + 1},}}|\n(?: *\n){{3,}}")
 
 
 def new_approval_id() -> str:
@@ -51,14 +51,14 @@ def format_question(text: str) -> str:
     move the rest out of sight, are replaced by their length.
     """
     escaped = "".join(_escape(character) if _is_unseen(character) else character for character in text)
-    return _LONG_BLANKS.sub(_describe_blanks, escaped)
+    return _LONG_BLANKS_PATTERN.sub(_describe_blanks, escaped)
 
 
 def _is_unseen(character: str) -> bool:
     if character in " \n":
         return False
     return unicodedata.category(character) in _INVISIBLE_UNICODE_CATEGORIES or bool(
-        _UNSEEN_LETTERS_AND_MARKS.match(character)
+        _UNSEEN_LETTERS_AND_MARKS_PATTERN.match(character)
     )
 
 

@@ -3,10 +3,10 @@
     starting ──▶ running ──▶ ended | lost
         └──────▶ ended | failed | lost
 
-A row is `starting` from the commit of its intent, and `running` once it goes on in the background. It belongs to its
-session: whatever ends the session's work requests its stop in the same commit (`stop_reason`), and the host that runs
-it ends its processes. The end of a background command is one commit with the run that wakes the session, unless we
-ended it ourselves. `workspace.commands` talks to the keeper.
+A row is `starting` from the commit of its intent, and `running` once it continues in the background. It belongs to its
+session: a commit that ends the session's work also requests its stop (`stop_reason`), and the host that runs it ends
+its processes. The end of a background command is one commit with the run that wakes the session, unless Antiphon ended
+it. `workspace.commands` talks to the keeper.
 """
 
 from __future__ import annotations
@@ -193,12 +193,12 @@ async def remove_command(tx: Tx, key: str) -> None:
 
 
 async def stop_command(tx: Tx, key: str, reason: str) -> None:
-    """Request the stop of one command. Its end wakes nothing from now on."""
+    """Request the stop of one command. Its end will not wake the session."""
     await tx.do(SQL.stop, key=key, reason=reason)
 
 
 async def stop_commands_of_session(tx: Tx, session: int, reason: str) -> Effects:
-    """Request the stop of everything a session has running."""
+    """Request the stop of all commands of a session."""
     live = await tx.all(SQL.live_of_session, session=session)
     return await _request_stops(tx, live, reason) if live else NO_EFFECTS
 
@@ -224,7 +224,7 @@ async def list_commands_to_stop(tx: Tx, host: str) -> dict[str, str]:
 
 
 async def adopt_commands(tx: Tx, host: str, owner: str) -> list[Row]:
-    """Return the running commands of a host, which this process looks after from now on."""
+    """Return the running commands of a host, which this process monitors from now on."""
     await tx.do(SQL.adopt, host=host, owner=owner)
     return await tx.all(SQL.live_of_host, host=host)
 
@@ -234,7 +234,7 @@ async def has_live_commands(tx: Tx, host: str) -> bool:
 
 
 async def list_commands_without_owner(tx: Tx, host: str, now: int) -> list[str]:
-    """Return the running commands of other hosts that no process looks after."""
+    """Return the running commands of other hosts that no process monitors."""
     return [row["key"] for row in await tx.all(SQL.without_owner, host=host, now=now)]
 
 

@@ -1,7 +1,7 @@
-"""Whether a run repeats a tool call without any change: the same arguments, and every time the same result.
+"""Detects a run that repeats a tool call with the same arguments and the same result.
 
-Only calls of one run count, and of them only the last `history_size`. Calls in between do not matter, so that two calls
-in turn are recognised too; another result does.
+Only the last `history_size` calls of one run count. Other calls in between do not matter, so that alternating calls are
+recognised too; a different result restarts the count.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 Verdict = Literal["run", "warn", "refuse", "end"]
 
-_DURATION = re.compile(r"\b\d+(\.\d+)?(e[+-]?\d+)? ?m?s\b")
-"""Differs from call to call, as in the results of `exec`."""
-_NOTE = "This is call {count} of {tool!r} with the same arguments and the same result."
-_ADVICE = "Do something else, or answer with what you know."
-_REFUSED = {"status": "error", "reason": "repeated"}
+_DURATION_PATTERN = re.compile(r"\b\d+(\.\d+)?(e[+-]?\d+)? ?m?s\b")
+"""Matches a duration, which differs from call to call, as in the results of `exec`."""
+_REPEAT_NOTE = "This is call {count} of {tool!r} with the same arguments and the same result."
+_REPEAT_ADVICE = "Do something else, or answer with what you know."
+_REFUSED_DETAILS = {"status": "error", "reason": "repeated"}
 
 
 class CallRecord(NamedTuple):
@@ -37,13 +37,13 @@ class CallRecord(NamedTuple):
 
 
 def count_repeats(history: Sequence[CallRecord], call: bytes) -> int:
-    """Return how many of the last times that this call was made it had the result that it had last."""
+    """Return how often in a row this call had the same result, up to the last time that it was made."""
     results = [record.result for record in reversed(history) if record.call == call]
     return next((n for n, result in enumerate(results) if result != results[0]), len(results))
 
 
 def decide_repeat(count: int, settings: LoopDetectionSettings) -> Verdict:
-    """Return what happens to the call that is the number `count` of the same ones."""
+    """Return what happens to the call that is number `count` in a row with the same result."""
     if count >= settings.global_circuit_breaker_threshold:
         return "end"
     if count >= settings.critical_threshold:
@@ -58,10 +58,10 @@ class RepeatedCalls:
         self._settings = settings
         self._history: deque[CallRecord] = deque(maxlen=settings.history_size)
         self.ending: str | None = None
-        """Why the run has to end, once it has to."""
+        """Why the run must end; None while it may continue."""
 
     def load(self, messages: Iterable[Message]) -> None:
-        """Count the calls that an interrupted run has made before."""
+        """Count the calls that an interrupted run has already made."""
         calls: dict[str, ToolCall] = {}
         for message in messages:
             if isinstance(message, AssistantMessage):
@@ -70,36 +70,38 @@ class RepeatedCalls:
                 self._append(call, message)
 
     def find_refusal(self, call: ToolCall) -> ToolOutput | None:
-        """Return the result of a call that is not made again, or None if it is made."""
+        """Return the result of a refused call, or None if the call may be made."""
         count = count_repeats(self._history, _digest_call(call)) + 1
         verdict = decide_repeat(count, self._settings)
         if verdict not in ("refuse", "end"):
             return None
-        made = _NOTE.format(count=count, tool=call.name)
+        made = _REPEAT_NOTE.format(count=count, tool=call.name)
         if verdict == "end":
             self.ending = (
                 f"{made} Ask for something else, or change what it depends on"
                 " ('tools.loopDetection' has the limits)."
             )
             return ToolOutput(
-                text=f"{made} It was not made, and the run ends.", is_error=True, details=_REFUSED
+                text=f"{made} It was not made, and the run ends.", is_error=True, details=_REFUSED_DETAILS
             )
-        return ToolOutput(text=f"{made} It was not made. {_ADVICE}", is_error=True, details=_REFUSED)
+        return ToolOutput(
+            text=f"{made} It was not made. {_REPEAT_ADVICE}", is_error=True, details=_REFUSED_DETAILS
+        )
 
     def record(self, call: ToolCall, result: ToolResult) -> ToolResult:
         """Count a call. Returns its result, with a note to the model if it was repeated often."""
         self._append(call, result)
         count = count_repeats(self._history, _digest_call(call))
-        if result.details == _REFUSED or decide_repeat(count, self._settings) == "run":
+        if result.details == _REFUSED_DETAILS or decide_repeat(count, self._settings) == "run":
             return result
-        note = TextBlock(text=f"\n\n[{_NOTE.format(count=count, tool=call.name)} {_ADVICE}]")
+        note = TextBlock(text=f"\n\n[{_REPEAT_NOTE.format(count=count, tool=call.name)} {_REPEAT_ADVICE}]")
         return msgspec.structs.replace(result, content=[*result.content, note])
 
     def _append(self, call: ToolCall, result: ToolResult) -> None:
         digest = _digest_call(call)
         earlier = (record.result for record in reversed(self._history) if record.call == digest)
         # A refused call would have had the same result as before. A note comes after the first block.
-        last = next(earlier, None) if result.details == _REFUSED else None
+        last = next(earlier, None) if result.details == _REFUSED_DETAILS else None
         first = next((block.text for block in result.content if isinstance(block, TextBlock)), "")
         self._history.append(CallRecord(digest, last or _digest_text(first)))
 
@@ -109,7 +111,7 @@ def _digest_call(call: ToolCall) -> bytes:
 
 
 def _digest_text(text: str) -> bytes:
-    return _digest(_DURATION.sub("", text).encode("utf-8", "replace"))
+    return _digest(_DURATION_PATTERN.sub("", text).encode("utf-8", "replace"))
 
 
 def _digest(data: bytes) -> bytes:

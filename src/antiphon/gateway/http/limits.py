@@ -62,7 +62,7 @@ class PendingPeers:
         return self._next_ticket
 
     def discard(self, ticket: int) -> None:
-        """Forget a peer that has identified itself or is gone. Evicted peers are forgotten already."""
+        """Remove a peer that has identified itself or disconnected. Evicted peers were removed already."""
         if peer := self._peers.pop(ticket, None):
             address = peer[0]
             self._count_by_address[address] -= 1

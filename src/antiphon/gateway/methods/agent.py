@@ -26,7 +26,7 @@ ShortText = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 
 class ProvenanceParams(Params, frozen=True):
-    """Origin of a text, as the client describes it. That it came from another session is never taken from a client."""
+    """Origin of a text, as the client describes it. A client's claim that it came from another session is ignored."""
 
     kind: ShortText
     origin_session_id: ShortText | None = None

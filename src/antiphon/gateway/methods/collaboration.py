@@ -43,7 +43,7 @@ async def get_exchange(call: MethodCall, params: ExchangeGetParams) -> ExchangeD
 
 
 class SessionSpawnParams(SpawnArguments, Params, frozen=True):
-    """What `sessions_spawn` takes, and for which session it is done."""
+    """The arguments of `sessions_spawn`, and the session that spawns."""
 
     requester_session_key: SessionReference = "main"
     attachments: list[SpawnAttachment] = []  # the configuration sets the maximum

@@ -21,7 +21,7 @@ P = TypeVar("P", bound=Params)
 
 
 class MethodCall(msgspec.Struct, frozen=True):
-    """One request: who asks is `caller`, from the server's own record."""
+    """One request. `caller` comes from the server's own record of the token."""
 
     gateway: GatewayState
     hub: Hub

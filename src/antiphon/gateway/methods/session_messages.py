@@ -38,7 +38,7 @@ class SessionMessageParams(Params, frozen=True):
 
 
 class SessionSendParams(SessionMessageParams, frozen=True):
-    """With `fromSessionKey` it is one session that sends to another, and what follows is for that."""
+    """With `fromSessionKey`, one session sends to another; the fields after it apply only then."""
 
     from_session_key: SessionReference | None = None
     timeout_seconds: Annotated[float, Meta(ge=0, le=MAX_REPLY_TIMEOUT_SECONDS)] | None = None
