@@ -357,7 +357,58 @@ async def test_a_queued_run_expires_where_it_stands(tmp_path: Path) -> None:
         agent.released.set()
         assert (await app.wait_for_end("busy")).state == "ok"
         assert agent.order == ["busy"]
-        assert [entry["role"] for entry in await app.transcript()] == ["user", "assistant"]
+        assert [entry["role"] for entry in await app.transcript()][:2] == ["user", "assistant"]
+
+
+@pytest.mark.requirement("G5", "W8")
+@pytest.mark.parametrize("timings", [BRISK, SLOW], ids=["in-the-queue", "at-its-turn"])
+async def test_a_message_that_expires_in_the_queue_is_in_the_transcript_in_its_place(
+    tmp_path: Path, timings: EngineTimings
+) -> None:
+    clock, prompts = ManualClock(), list[Prompt]()
+    begun, released = asyncio.Event(), asyncio.Event()
+
+    async def agent(prompt: Prompt) -> str:
+        prompts.append(prompt)
+        begun.set()
+        await released.wait()
+        return f"heard {last(prompt)}"
+
+    async with open_app_fixture(tmp_path, agent, clock=clock, timings=timings) as app:
+        await app.say("busy", idempotency_key="busy", timeout_seconds=86_400)
+        await wait_for_event(begun)
+        await app.say("waits", idempotency_key="waits", timeout_seconds=30)
+        await app.say("later", idempotency_key="later", timeout_seconds=86_400)
+        clock.advance(seconds=31)
+        if timings is BRISK:
+            assert (await app.wait_for_end("waits")).state == "timeout"
+            assert [entry["role"] for entry in await app.transcript()] == ["user"], "nothing comes in between"
+        released.set()
+        assert (await app.wait_for_end("later")).reply == "heard later"
+        ended = await app.wait_for_end("waits")
+        assert (ended.state, ended.started_at) == ("timeout", None)
+        assert ended.error == "The run timed out before it started."
+        assert await app.say("waits", idempotency_key="waits", timeout_seconds=30) == "waits"
+        entries = await app.transcript()
+        shown = [
+            (entry["role"], entry["content"] if entry["role"] == "user" else entry.get("errorMessage"))
+            for entry in entries
+        ]
+        assert shown == [
+            ("user", "busy"),
+            ("assistant", None),
+            ("user", "waits"),
+            ("assistant", "The run timed out before it started."),
+            ("user", "later"),
+            ("assistant", None),
+        ]
+        assert entries[3]["stopReason"] == "aborted"
+        texts = [
+            message.content if isinstance(message, UserMessage) else message.text
+            for message in prompts[-1].messages
+            if isinstance(message, UserMessage | AssistantMessage)
+        ]
+        assert texts == ["busy", "heard busy", "waits", context.STOPPED_TURN_TEXT, "later"]
 
 
 @pytest.mark.requirement("G17", "P6")

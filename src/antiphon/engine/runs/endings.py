@@ -7,6 +7,8 @@ stop in time, or if its process is gone, is it ended without its worker.
 
 from __future__ import annotations
 
+import msgspec
+
 from antiphon.bus import StopRequested
 from antiphon.engine.collaboration import subagents
 from antiphon.engine.runs import approval_rows, command_rows, completion
@@ -20,10 +22,26 @@ from antiphon.engine.runs.effects import (
     RunEnding,
     RunIdentity,
 )
-from antiphon.engine.runs.run_queue import ANNOUNCE_ORIGIN, NOTE_ORIGIN, WAKE_ORIGIN
+from antiphon.engine.runs.run_queue import (
+    ANNOUNCE_ORIGIN,
+    NOTE_ORIGIN,
+    QUIET_ORIGINS,
+    WAKE_ORIGIN,
+    AcceptedRun,
+    RunOptions,
+    encode_options,
+)
 from antiphon.engine.sessions import transcripts
 from antiphon.engine.sessions.transcripts import Entry
-from antiphon.messages import AssistantMessage, Message, StopReason
+from antiphon.errors import InvalidInput
+from antiphon.messages import (
+    AssistantMessage,
+    Message,
+    StopReason,
+    UserMessage,
+    decode_message,
+    encode_message,
+)
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
@@ -126,10 +144,47 @@ async def end_run_without_worker(tx: Tx, row: Row, ending: RunEnding, now: int) 
     return Effects((EndedRun(run=run, ending=ending, entries=entries, ended_at=now),)) + effects
 
 
-async def _end_queued_run(tx: Tx, row: Row, ending: RunEnding, now: int) -> Effects:
-    run = identify_run(row, row["key"], "")
+async def _end_queued_run(tx: Tx, run: RunIdentity, ending: RunEnding, now: int) -> Effects:
     effects = await end_run(tx, run, ending, None, now)
     return Effects((EndedRun(run=run, ending=ending, ended_at=now),)) + effects
+
+
+async def expire_queued_run(tx: Tx, row: Row, session_key: str, now: int) -> Effects:
+    """End a queued run whose deadline has passed. Its message stays in the queue as a note.
+
+    So it is added to the transcript in its turn, marked as not answered: nothing may come between the entries of the
+    run before it, and the runs after it are to know of it.
+    """
+    ending, run = TIMED_OUT_BEFORE_START_ENDING, identify_run(row, session_key, "")
+    question = _find_question(row)
+    if question is None:
+        return await _end_queued_run(tx, run, ending, now)
+    note_id = f"note:expired:{run.run_id}"
+    if not await tx.do(SQL.rename_queued, n=run.n, id=note_id):
+        return NO_EFFECTS  # it was started meanwhile
+    copy = await tx.one(SQL.copy_queued, n=run.n, id=run.run_id)
+    assert copy is not None
+    (closing,) = build_closing_entries(ending, now)
+    await tx.do(
+        SQL.convert_to_note,
+        n=run.n,
+        input=encode_message(closing),
+        options=encode_options(RunOptions(earlier=[question])),
+    )
+    note = AcceptedRun(note_id, run.session, session_key, "queued", new=True, note=True)
+    ended = await _end_queued_run(tx, msgspec.structs.replace(run, n=copy["n"]), ending, now)
+    return ended + Effects.queue(note)
+
+
+def _find_question(row: Row) -> UserMessage | None:
+    """Return the message of a queued run, unless the run is a step of the engine's own or cannot be read."""
+    if row["origin"] in QUIET_ORIGINS:
+        return None
+    try:
+        message = decode_message(row["input"])
+    except InvalidInput:
+        return None
+    return message if isinstance(message, UserMessage) else None
 
 
 def identify_run(row: Row, session_key: str, session_id: str) -> RunIdentity:
@@ -158,7 +213,11 @@ async def cancel_runs(tx: Tx, session: int, run_id: str | None, now: int) -> Eff
     if run_id is not None and not (active and active["id"] == run_id):
         for row in await tx.all(SQL.queued_in_session, session=session):
             if row["id"] == run_id and row["origin"] != NOTE_ORIGIN:
-                ended.append(await _end_queued_run(tx, row, STOPPED_BEFORE_START_ENDING, now))
+                ended.append(
+                    await _end_queued_run(
+                        tx, identify_run(row, row["key"], ""), STOPPED_BEFORE_START_ENDING, now
+                    )
+                )
         return Effects.combine(ended)
     for member in await tx.all(SQL.active_tree, session=session):
         await _mute_and_cancel_wakes(tx, member["id"], now)
@@ -168,7 +227,11 @@ async def cancel_runs(tx: Tx, session: int, run_id: str | None, now: int) -> Eff
             for row in await tx.all(SQL.queued_in_session, session=member["id"]):
                 # Notes are not stopped: they record what has already happened.
                 if row["origin"] != NOTE_ORIGIN:
-                    ended.append(await _end_queued_run(tx, row, STOPPED_BEFORE_START_ENDING, now))
+                    ended.append(
+                        await _end_queued_run(
+                            tx, identify_run(row, row["key"], ""), STOPPED_BEFORE_START_ENDING, now
+                        )
+                    )
         # Its sub-agents no longer wake it.
         reports.append(await subagents.abandon_waiting_task(tx, member["key"], now))
         for row in await tx.all(SQL.active_in_session, session=member["id"]):
@@ -208,7 +271,7 @@ async def expire_overdue_work(tx: Tx, now: int) -> Effects:
     effects, ended_ids = list[Effects](), set[str]()
     for row in await tx.all(SQL.overdue, now=now):
         if row["id"] not in ended_ids:  # not yet stopped with its parent
-            expired = await _end_queued_run(tx, row, TIMED_OUT_BEFORE_START_ENDING, now)
+            expired = await expire_queued_run(tx, row, row["key"], now)
             ended_ids.update(ended.run.run_id for ended in expired.ended_runs)
             effects.append(expired)
     for task in await tx.all(TASKS_SQL.overdue, now=now):

@@ -129,24 +129,40 @@ async def _claim_next_run(
         skip_ending = _find_skip_ending(row, claimant)
         if skip_ending is None:
             return await _start_run(tx, row, claimant), skipped
+        if skip_ending is endings.TIMED_OUT_BEFORE_START_ENDING:
+            named = await tx.one(SESSIONS_SQL.key_by_id, id=session)
+            assert named is not None
+            skipped += await endings.expire_queued_run(tx, row, named["key"], claimant.now)
+            continue
         skipped += await endings.end_run_without_worker(tx, row, skip_ending, claimant.now)
     return None, skipped  # The sweep visits the lane again; this bounds the size of one commit.
 
 
 async def _append_note(tx: Tx, row: Row, now: int) -> Effects:
-    """Append a note to the transcript in its turn."""
+    """Append a note to the transcript in its turn, after the messages that come with it."""
     try:
         role = get_role(decode_message(row["input"]))
     except InvalidInput as error:
         return await _discard_damaged_note(tx, row, str(error), now)
-    lane = await tx.one(SESSIONS_SQL.reserve_seq_unfenced, id=row["session"], count=1, now=now)
+    options = decode_options(row["options"])
+    before = options.earlier if options else []
+    lane = await tx.one(SESSIONS_SQL.reserve_seq_unfenced, id=row["session"], count=len(before) + 1, now=now)
     session = await tx.one(SESSIONS_SQL.key_by_id, id=row["session"])
     assert lane is not None and session is not None
-    entry = transcripts.new_entry(lane["last_seq"], role, row["input"], now)
-    await transcripts.append_raw(tx, lane["transcript"], row["n"], entry)
-    await tx.do(SQL.complete_note, n=row["n"], transcript=lane["transcript"], seq=entry.seq, now=now)
+    transcript, last_seq = lane["transcript"], lane["last_seq"]
+    entries = await transcripts.append(tx, transcript, last_seq - 1, row["n"], before, now)
+    entries.append(transcripts.new_entry(last_seq, role, row["input"], now))
+    await transcripts.append_raw(tx, transcript, row["n"], entries[-1])
+    await tx.do(
+        SQL.complete_note,
+        n=row["n"],
+        transcript=transcript,
+        first_seq=entries[0].seq,
+        last_seq=last_seq,
+        now=now,
+    )
     run = endings.identify_run(row, session["key"], session["session_id"])
-    ended = EndedRun(run=run, ending=RunEnding(state="ok"), entries=[entry], ended_at=now)
+    ended = EndedRun(run=run, ending=RunEnding(state="ok"), entries=entries, ended_at=now)
     return Effects((ended,)) + DELIVERIES_DUE  # deliveries that waited for this entry can be sent now
 
 

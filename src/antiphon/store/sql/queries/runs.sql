@@ -82,9 +82,26 @@ WHERE n = :n AND state IN ('queued', 'running');
 SELECT exchange, target FROM runs WHERE id = :id;
 
 -- name: complete_note
-UPDATE runs SET state = 'ok', transcript = :transcript, first_seq = :seq, last_seq = :seq, started_at = :now,
+UPDATE runs SET state = 'ok', transcript = :transcript, first_seq = :first_seq, last_seq = :last_seq, started_at = :now,
        ended_at = :now
 WHERE n = :n AND state = 'queued';
+
+-- name: rename_queued
+UPDATE runs SET id = :id WHERE n = :n AND state = 'queued' AND first_seq IS NULL;
+
+-- name: copy_queued
+-- A queued run under another id.
+INSERT INTO runs (id, session, origin, digest, input, options, instructions, model, thinking, target, deadline_at, exchange, task,
+                  chain, hop, agent_id, woken_by, created_at)
+SELECT :id, session, origin, digest, input, options, instructions, model, thinking, target, deadline_at, exchange, task,
+       chain, hop, agent_id, woken_by, created_at
+FROM runs WHERE n = :n RETURNING n;
+
+-- name: convert_to_note
+-- It keeps its place in the queue.
+UPDATE runs SET origin = 'note', input = :input, options = :options, instructions = NULL, model = NULL, thinking = NULL,
+       target = NULL, deadline_at = NULL, exchange = NULL, task = NULL, chain = NULL, woken_by = NULL
+WHERE n = :n;
 
 -- name: queued_in_session
 SELECT r.n, r.id, r.session, r.origin, r.target, r.exchange, r.task, s.key FROM runs r JOIN sessions s ON s.id = r.session
@@ -153,7 +170,8 @@ LIMIT 10000;
 SELECT DISTINCT t.child AS id FROM tasks t WHERE t.requester = :session AND t.phase <> 'settled' LIMIT 1000;
 
 -- name: overdue
-SELECT r.n, r.id, r.session, r.origin, r.target, r.exchange, r.task, s.key FROM runs r JOIN sessions s ON s.id = r.session
+SELECT r.n, r.id, r.session, r.origin, r.input, r.target, r.exchange, r.task, s.key FROM runs r
+JOIN sessions s ON s.id = r.session
 WHERE r.state = 'queued' AND r.deadline_at <= :now ORDER BY r.deadline_at LIMIT 500;
 
 -- name: overdue_stops
