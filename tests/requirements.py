@@ -161,6 +161,11 @@ CONTRACT: dict[str, tuple[Part, str]] = {
         "A sandbox counts only if it was examined from inside; `sandbox: require` is refused without one. An agent that"
         " is a Python function is never sandboxed: such a configuration is a warning, and such a run is refused.",
     ),
+    "B3": (
+        "tools",
+        "Nothing that a command tries leads out of its sandbox, and what it takes of the host is bounded; for bwrap of"
+        " root and of a user, and for Landlock.",
+    ),
     "M1": (
         "tools",
         "Tools of MCP servers over stdio and HTTP, with headers and OAuth, are offered as mcp__server__tool; a server"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -104,17 +105,43 @@ def test_permissions_of_a_replaced_file_stay(workspace: WorkspaceDirectory) -> N
         "absolute",
         "dir/secret",
         "/proc/self/root/etc/passwd",
+        "magic/secret",
+        "magic root/etc/passwd",
     ],
 )
 def test_paths_and_links_that_lead_outside_are_refused(workspace: WorkspaceDirectory, path: str) -> None:
     (workspace.root / "link").symlink_to("../secret")
     (workspace.root / "absolute").symlink_to(workspace.root.parent / "secret")
     (workspace.root / "dir").symlink_to("..")
-    with pytest.raises((Forbidden, InvalidInput)):
-        workspace.read_file(path, MAX_BYTES)
-    with pytest.raises((Forbidden, InvalidInput)):
-        write(workspace, path, b"x")
+    outside = os.open(workspace.root.parent, os.O_PATH)
+    (workspace.root / "magic").symlink_to(f"/proc/self/fd/{outside}")
+    (workspace.root / "magic root").symlink_to("/proc/self/root")
+    try:
+        with pytest.raises((Forbidden, InvalidInput)):
+            workspace.read_file(path, MAX_BYTES)
+        with pytest.raises((Forbidden, InvalidInput)):
+            write(workspace, path, b"x")
+    finally:
+        os.close(outside)
     assert (workspace.root.parent / "secret").read_bytes() == SECRET
+
+
+def test_a_file_with_another_name_outside_is_replaced_and_not_written(workspace: WorkspaceDirectory) -> None:
+    """Only somebody who has both directories can give it that name; a sandbox cannot (`test_isolation`)."""
+    (workspace.root / "inside").hardlink_to(workspace.root.parent / "secret")
+    sha256 = workspace.find_sha256("inside", MAX_BYTES)
+    write(workspace, "inside", b"x", sha256)
+    assert (workspace.root / "inside").read_bytes() == b"x"
+    assert (workspace.root.parent / "secret").read_bytes() == SECRET
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root creates devices")
+def test_a_device_is_not_read(workspace: WorkspaceDirectory) -> None:
+    os.mknod(workspace.root / "zero", 0o666 | stat.S_IFCHR, os.makedev(1, 5))
+    with pytest.raises(InvalidInput):
+        workspace.read_file("zero", MAX_BYTES)
+    with pytest.raises(AntiphonError):
+        write(workspace, "zero", b"x")
 
 
 def test_a_dangling_link_is_not_written_through(workspace: WorkspaceDirectory) -> None:

@@ -31,6 +31,7 @@ from antiphon.workspace.sandbox_backend import (
 )
 
 SANDBOX_UID = 1000  # inside a user namespace; without one, the configured user keeps its number
+SHARED_MEMORY_BYTES = 64 * 1024**2
 _INIT_NAMES = ("bwrap",)
 
 _SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -118,7 +119,8 @@ class Bubblewrap:
         env: Mapping[str, str],
     ) -> SandboxedCommand:
         """Return the command line that runs `command` inside a new sandbox."""
-        arguments = [*self._build_isolation(), *_build_system(), *_build_mounts(mounts), "--chdir", cwd]
+        arguments = [*self._build_isolation(), *_build_system(), *_build_mounts(mounts)]
+        arguments += [*_build_memory_bounds(), "--chdir", cwd]
         for name, value in COMMAND_ENVIRONMENT.items():
             arguments += ["--setenv", name, value]
         files = {ARGUMENTS_PLACEHOLDER: b"".join(os.fsencode(text) + b"\0" for text in arguments)}
@@ -195,6 +197,12 @@ def _build_mounts(mounts: Sequence[Mount]) -> list[str]:
     ]
 
 
+def _build_memory_bounds() -> list[str]:
+    """Leave one place in memory that can be written: no limit of a process counts what files there take."""
+    shared = ["--perms", "1777", "--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]  # noqa: S108 - inside
+    return [*shared, "--remount-ro", "/dev", "--remount-ro", "/"]
+
+
 _APPARMOR_CURE = "add an AppArmor profile that allows it (docs/sandbox.md has one)"
 _CONTAINER_CURE = (
     "start the container with `--security-opt seccomp=unconfined`, or allow the weaker backend with"
@@ -209,6 +217,7 @@ _START_FAULTS = (
         "run `sysctl kernel.unprivileged_userns_clone=1`",
     ),
     ("Creating new namespace failed", "the container forbids namespaces", _CONTAINER_CURE),
+    ("Unknown option", "this bwrap is older than 0.8", "install bubblewrap 0.8 or newer"),
     ("pivot_root", "the container forbids mounts", _CONTAINER_CURE),
 )
 
