@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from hypothesis import settings
 from antiphon import app, state_access
 from cluster.database import Postgres
 from support import databases
+from support.privileges import open_way_to
 
 DUAL_DATABASE_PATHS = (
     "chaos/",
@@ -66,15 +66,11 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture
-def open_path(tmp_path: Path) -> Generator[Path]:
+def open_path(tmp_path: Path) -> Path:
     """A directory that other users can access; pytest's own are private."""
-    changed = [parent for parent in (tmp_path, *tmp_path.parents) if not parent.stat().st_mode & stat.S_IXOTH]
-    modes = {parent: parent.stat().st_mode for parent in changed}
-    for parent in changed:
-        parent.chmod(0o755)
-    yield tmp_path
-    for parent, mode in modes.items():
-        parent.chmod(mode)
+    open_way_to(tmp_path)
+    tmp_path.chmod(0o755)
+    return tmp_path
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,8 @@ from antiphon.workspace.bubblewrap import Bubblewrap
 from antiphon.workspace.landlock import Landlock
 from antiphon.workspace.locations import AGENT_WORKSPACE_MOUNT, TEMPORARY_MOUNT, WORKSPACE_MOUNT, Mount
 from antiphon.workspace.sandbox_backend import ResourceLimits, SandboxBackend, find_program
-from support.sandboxes import BOUND_SECONDS, open_way_to
+from support.privileges import open_way_to
+from support.sandboxes import BOUND_SECONDS
 
 UNPRIVILEGED_UIDS = range(200_000, 400_000)
 """One is chosen for each test: processes are counted by user, and what another test left may not be reaped yet."""

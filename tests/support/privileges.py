@@ -6,6 +6,7 @@ import os
 from collections.abc import Generator
 from concurrent.futures import thread
 from contextlib import contextmanager
+from pathlib import Path
 
 assert thread, "imported now: as another user, Python's own files may not be readable"
 
@@ -21,3 +22,13 @@ def drop_privileges() -> Generator[None]:
         yield
     finally:
         os.seteuid(0)
+
+
+def open_way_to(directory: Path) -> None:
+    """Let other users enter a temporary directory, as the directories of a test run usually do not.
+
+    They stay open, since other tests use the same directories at the same time.
+    """
+    for parent in (directory, *directory.parents):
+        if parent.stat().st_uid == os.geteuid() and not parent.stat().st_mode & 0o001 and parent != Path("/"):
+            parent.chmod(parent.stat().st_mode | 0o011)

@@ -40,11 +40,11 @@ def isolation(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return open_isolation(request.param, tmp_path_factory.mktemp("isolation"))
 
 
-def run_python(isolation: Isolation, program: str, *arguments: str, **options: int) -> str:
+def run_python(isolation: Isolation, program: str, *arguments: str, stdin: int = subprocess.DEVNULL) -> str:
     """Run a program with the system's Python inside; return what it printed."""
     (isolation.place / "workspace" / "program.py").write_text(program)
     words = " ".join(f"'{argument}'" for argument in arguments)
-    done = isolation.run(f"{PYTHON} -I program.py {words}", **options)
+    done = isolation.run(f"{PYTHON} -I program.py {words}", stdin=stdin)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -12,7 +12,8 @@ import pytest
 from antiphon.errors import SandboxUnavailable
 from antiphon.workspace import landlock_launcher, sandbox_backend
 from antiphon.workspace.sandbox_backend import SandboxedCommand
-from support.sandboxes import CHILD, MAIN, make_sandboxes, open_way_to, run, run_command
+from support.privileges import open_way_to
+from support.sandboxes import CHILD, MAIN, make_sandboxes, run, run_command
 
 pytestmark = [
     pytest.mark.anyio,

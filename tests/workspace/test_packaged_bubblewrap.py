@@ -19,12 +19,12 @@ from antiphon.workspace.bubblewrap import find_bubblewrap
 from antiphon.workspace.sandbox_backend import BackendFailed
 from cli.gateways import up
 from cli.terminal import Program
+from support.privileges import open_way_to
 from support.sandboxes import (
     MAIN,
     hide_every_bubblewrap,
     hide_installed_bubblewrap,
     make_sandboxes,
-    open_way_to,
     run,
 )
 

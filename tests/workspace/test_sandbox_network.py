@@ -23,7 +23,8 @@ from antiphon.workspace.sandbox_network import (
     open_proxy_first,
 )
 from support.keepers import end_keeper, find_keeper, wait_until_true
-from support.sandboxes import MAIN, make_sandboxes, open_way_to
+from support.privileges import open_way_to
+from support.sandboxes import MAIN, make_sandboxes
 
 UNPRIVILEGED_UID = 61_001
 BWRAP = find_program("bwrap", [])
