@@ -1,4 +1,4 @@
-"""A real MCP server for tests, written with the library: `python mcp_server.py stdio|http [PORT]`.
+"""A real MCP server for tests, written with the library: `python mcp_server.py stdio|http|oauth [PORT]`.
 
 Each call of a tool with effects is a line in the file that `CALLS_FILE` names. In the directory `PIDS_DIRECTORY`, a
 file per process says that it was started.
@@ -14,8 +14,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mcp.server.auth.settings import AuthSettings
 from mcp.server.mcpserver import Context, Image, MCPServer
 from mcp_types import ToolAnnotations
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from support.mcp_oauth import TestAuthorizationServer, build_auth_settings
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -28,8 +33,15 @@ def record(line: str) -> None:
             calls.write(line + "\n")
 
 
-def build_server() -> MCPServer:  # noqa: C901 - one tool after the other
-    server = MCPServer("test-server", instructions=os.environ.get("INSTRUCTIONS", "Use add to add."))
+def build_server(  # noqa: C901 - one tool after the other
+    auth: AuthSettings | None = None, authorization: TestAuthorizationServer | None = None
+) -> MCPServer:
+    server = MCPServer(
+        "test-server",
+        instructions=os.environ.get("INSTRUCTIONS", "Use add to add."),
+        auth=auth,
+        auth_server_provider=authorization,
+    )
 
     @server.tool()
     def add(a: int, b: int) -> str:
@@ -112,6 +124,15 @@ def build_server() -> MCPServer:  # noqa: C901 - one tool after the other
         )
         return str(started.pid)
 
+    @server.tool()
+    def revoke(refresh_tokens: bool) -> str:
+        """Makes the tokens invalid that were issued so far."""
+        assert authorization is not None
+        authorization.access_tokens.clear()
+        if refresh_tokens:
+            authorization.refresh_tokens.clear()
+        return "revoked"
+
     @server.resource("note://hello")
     def hello() -> str:
         """A note."""
@@ -123,11 +144,14 @@ def build_server() -> MCPServer:  # noqa: C901 - one tool after the other
 def main() -> None:
     if directory := os.environ.get("PIDS_DIRECTORY"):
         Path(directory, str(os.getpid())).touch()
-    server = build_server()
     if sys.argv[1] == "stdio":
-        server.run("stdio")
-    else:
+        build_server().run("stdio")
+    elif sys.argv[1] == "oauth":
+        authorization = TestAuthorizationServer(record)
+        server = build_server(build_auth_settings(int(sys.argv[2])), authorization)
         server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))
+    else:
+        build_server().run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))
 
 
 if __name__ == "__main__":

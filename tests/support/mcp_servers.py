@@ -38,7 +38,8 @@ def describe_scripted_server(mode: str, **settings: Any) -> dict[str, Any]:
 class HttpServer:
     """The real server on HTTP, which can be killed and started again on the same port."""
 
-    def __init__(self, variables: Mapping[str, str]) -> None:
+    def __init__(self, variables: Mapping[str, str], mode: str) -> None:
+        self._mode = mode
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
@@ -53,7 +54,7 @@ class HttpServer:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             str(SERVER_FILE),
-            "http",
+            self._mode,
             str(self.port),
             env={**os.environ, **self._variables},
             stdout=asyncio.subprocess.DEVNULL,
@@ -79,8 +80,8 @@ class HttpServer:
 
 
 @asynccontextmanager
-async def run_http_server(**variables: str) -> AsyncGenerator[HttpServer]:
-    server = HttpServer(variables)
+async def run_http_server(mode: str = "http", **variables: str) -> AsyncGenerator[HttpServer]:
+    server = HttpServer(variables, mode)
     try:
         await server.start()
         yield server

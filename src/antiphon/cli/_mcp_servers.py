@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +13,7 @@ import click
 
 from antiphon.cli import _output
 from antiphon.cli._options import Settings, common_options, gateway_options
+from antiphon.cli._param_types import IntegerParam
 
 if TYPE_CHECKING:
     from antiphon.config import Config
@@ -87,6 +88,9 @@ def add(settings: Settings, name: str | None, target: tuple[str, ...], **options
     if result is not None and result.state == "failed" and not _confirm_anyway(settings, result):
         raise _build_probe_error(result, "It was not added; to add it without trying, pass --no-test.")
     _write_server(settings, keys, server)
+    if result is not None and result.state == "needs_auth" and _is_conversation(settings):
+        click.echo("The server asks for a login.")
+        result = _log_in(settings, name, parsed, port=0, opens_browser=True)
     _show_added(settings, keys, result)
 
 
@@ -381,6 +385,72 @@ def _find_server(config: Config, name: str) -> McpServerConfig:
     raise NotFound(f"No MCP server {name!r} is configured.", f"Configured: {known}.")
 
 
+# --- login ---
+
+
+@click.command()
+@click.argument("name")
+@click.option(
+    "--port", type=IntegerParam(0, 65535), default=0, help="Where the browser returns to (default: any)."
+)
+@click.option("--no-browser", is_flag=True, help="Only print the address.")
+@common_options
+@click.pass_obj
+def login(settings: Settings, name: str, port: int, no_browser: bool) -> None:
+    """Log in at a server with OAuth: opens a browser, stores the tokens, and lists the tools.
+
+    Where the browser runs on another machine, paste the address that it ends at.
+    """
+    server = _find_server(settings.load().config, name)
+    result = _log_in(settings, name, server, port=port, opens_browser=not no_browser)
+    if settings.json:
+        _output.print_json(result)
+    else:
+        _show_result(result)
+    if result.state != "ready":
+        raise _build_probe_error(result, f"Run: antiphon mcp test {name}")
+
+
+def _log_in(
+    settings: Settings, name: str, server: McpServerConfig, *, port: int, opens_browser: bool
+) -> ProbeResult:
+    from antiphon.mcp.login import log_in
+
+    def show_page(url: str, offer: Callable[[str], bool]) -> None:
+        click.echo(f"To log in, open: {_output.clean_line(url)}", err=True)
+        if opens_browser and _is_conversation(settings):
+            click.launch(url)
+        if sys.stdin.isatty():
+            click.echo(
+                "If the browser ends at a page that cannot be shown, paste its address here.", err=True
+            )
+            _read_pasted(offer)
+
+    _keep_log_apart(settings)
+    state_dir = settings.paths.state_dir
+    try:
+        has_logged_in = asyncio.run(log_in(state_dir, name, server, port=port, show_page=show_page))
+    finally:
+        sys.stderr.flush()
+    if not settings.json:
+        click.echo("Logged in." if has_logged_in else "The server asks for no login.")
+    return _probe(settings, name, server)
+
+
+def _read_pasted(offer: Callable[[str], bool]) -> None:
+    """Read lines from the terminal while the browser is waited for."""
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        line = sys.stdin.readline()
+        if not line:
+            loop.remove_reader(sys.stdin)
+        elif line.strip() and not offer(line):
+            click.echo("This is not the address that belongs to this login.", err=True)
+
+    loop.add_reader(sys.stdin, read)
+
+
 # --- remove ---
 
 
@@ -406,4 +476,4 @@ def remove(settings: Settings, name: str) -> None:
         click.echo(f"Removed {_output.clean_line(name)!r} from {str(settings.paths.config)!r}.")
 
 
-SERVER_COMMANDS = (add, list_servers, test, remove)
+SERVER_COMMANDS = (add, list_servers, test, login, remove)

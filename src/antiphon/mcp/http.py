@@ -18,7 +18,7 @@ import httpx2
 from mcp.client._transport import TransportStreams
 from mcp.client.streamable_http import streamable_http_client
 
-from antiphon.mcp.requests import MAX_MESSAGE_BYTES, NO_ANSWER_CODE, NOT_SENT_CODE
+from antiphon.mcp.requests import MAX_MESSAGE_BYTES, NEEDS_LOGIN_CODE, NO_ANSWER_CODE, NOT_SENT_CODE
 from antiphon.workspace.web import DEFAULT_PORTS, is_public_address, resolve_host
 
 CONNECT_TIMEOUT_SECONDS = 10.0
@@ -26,6 +26,8 @@ WRITE_TIMEOUT_SECONDS = 30.0
 ANSWER_GRACE_SECONDS = 5.0  # beyond the timeout of a call, which the caller of a request watches
 MAX_CONNECTIONS = 32
 EVENT_STREAM_TYPE = "text/event-stream"
+LOGIN_REFUSAL_EXTENSION = "antiphon_login_refusal"
+"""The extension of a request that is not sent but answered with its text, since it needs a login."""
 _ERROR_STATUS = 502
 _UNSENT_ERRORS = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, httpx2.UnsupportedProtocol)
 
@@ -100,6 +102,8 @@ class GuardedTransport(httpx2.AsyncBaseTransport):
         self._inner = httpx2.AsyncHTTPTransport(verify=tls, trust_env=False, limits=limits)
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        if refusal := request.extensions.get(LOGIN_REFUSAL_EXTENSION):
+            return _build_error_response(request, NEEDS_LOGIN_CODE, str(refusal))
         is_for_server = _get_origin(request.url) == _get_origin(self._server)
         is_message = is_for_server and request.method == "POST" and request.url.path == self._server.path
         try:

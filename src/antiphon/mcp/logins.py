@@ -23,5 +23,6 @@ def read_login_version(state_dir: Path, server: str) -> int | None:
 
 def forget_server(state_dir: Path, server: str) -> None:
     """Remove the login of a server and what is remembered of it. Blocks."""
-    for file in (locate_login_file(state_dir, server), locate_directory(state_dir) / name_file(server)):
+    login = locate_login_file(state_dir, server)
+    for file in (login, login.with_suffix(".lock"), locate_directory(state_dir) / name_file(server)):
         file.unlink(missing_ok=True)

@@ -8,10 +8,14 @@ in the state `needs_auth`, until `antiphon mcp login` has stored one.
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import msgspec
@@ -29,15 +33,17 @@ from mcp.shared.auth import (
 from pydantic import AnyUrl
 
 from antiphon.config.mcp import McpOAuth
+from antiphon.mcp.http import LOGIN_REFUSAL_EXTENSION
 from antiphon.mcp.listings import write_private_file
 from antiphon.mcp.logins import locate_login_file, read_login_version
 
 UNAUTHORIZED_STATUS, FORBIDDEN_STATUS, MIN_SERVER_ERROR_STATUS = 401, 403, 500
+LOCK_TIMEOUT_SECONDS, LOCK_POLL_SECONDS = 30.0, 0.05
 EXPIRY_MARGIN_SECONDS = 30.0  # a token that expires sooner is refreshed before it is used
 
 
 class AuthorizationRequired(Exception):
-    """A person must log in. The text completes "It needs a login: …"."""
+    """A person must log in. The text says why."""
 
 
 class StoredLogin(msgspec.Struct, kw_only=True, rename="camel"):
@@ -50,6 +56,7 @@ class StoredLogin(msgspec.Struct, kw_only=True, rename="camel"):
     metadata: dict[str, Any] | None = None
     resource: dict[str, Any] | None = None
     authorization_server: str | None = None
+    redirect_port: int | None = None
 
 
 class LoginFile:
@@ -70,11 +77,27 @@ class LoginFile:
     def save(self, login: StoredLogin) -> None:
         write_private_file(self._path, msgspec.json.encode(login))
 
-    def remove(self) -> bool:
-        """Forget the login. False if there was none."""
-        existed = self._path.exists()
-        self._path.unlink(missing_ok=True)
-        return existed
+    @asynccontextmanager
+    async def lock(self) -> AsyncGenerator[None]:
+        """Keep other processes from refreshing the login meanwhile, since a refresh token may be valid only once.
+
+        Raises:
+            AuthorizationRequired: another process holds it for too long.
+        """
+        descriptor = await asyncio.to_thread(self._open_lock_file)
+        try:
+            until = time.monotonic() + LOCK_TIMEOUT_SECONDS
+            while not _try_lock(descriptor):
+                if time.monotonic() > until:
+                    raise AuthorizationRequired("another process has been renewing it for too long")
+                await asyncio.sleep(LOCK_POLL_SECONDS)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _open_lock_file(self) -> int:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     @property
     def version(self) -> int | None:
@@ -85,10 +108,11 @@ class LoginFile:
 class _Storage:
     """The library's interface to a login file."""
 
-    def __init__(self, file: LoginFile, settings: McpOAuth) -> None:
+    def __init__(self, file: LoginFile, settings: McpOAuth, *, is_login: bool) -> None:
         self.file = file
         self.login = StoredLogin(url="")
         self._settings = settings
+        self._is_login = is_login
 
     async def load(self) -> None:
         self.login = await asyncio.to_thread(self.file.load)
@@ -96,13 +120,18 @@ class _Storage:
     async def save(self) -> None:
         await asyncio.to_thread(self.file.save, self.login)
 
+    async def _save_unless_login(self) -> None:
+        """A login is stored as a whole at its end, so that one that fails leaves the earlier one as it is."""
+        if not self._is_login:
+            await self.save()
+
     async def get_tokens(self) -> OAuthToken | None:
         return None if self.login.tokens is None else OAuthToken.model_validate(self.login.tokens)
 
     async def set_tokens(self, tokens: OAuthToken) -> None:
         self.login.tokens = tokens.model_dump(mode="json", exclude_none=True)
         self.login.expires_at = None if tokens.expires_in is None else time.time() + tokens.expires_in
-        await self.save()
+        await self._save_unless_login()
 
     async def get_client_info(self) -> OAuthClientInformationFull | None:
         if self._settings.client_id is None:
@@ -119,7 +148,7 @@ class _Storage:
 
     async def set_client_info(self, client_info: OAuthClientInformationFull) -> None:
         self.login.client = client_info.model_dump(mode="json", exclude_none=True)
-        await self.save()
+        await self._save_unless_login()
 
 
 class OAuthSession(OAuthClientProvider):
@@ -135,8 +164,11 @@ class OAuthSession(OAuthClientProvider):
         open_page: Callable[[str], Awaitable[None]] | None = None,
         wait_for_code: Callable[[], Awaitable[AuthorizationCodeResult]] | None = None,
     ) -> None:
-        self._storage = _Storage(file, settings)
         self._is_interactive = open_page is not None
+        self._storage = _Storage(file, settings, is_login=self._is_interactive)
+        self._redirect_uri = redirect_uri
+        self._has_fixed_client = settings.client_id is not None
+        self.has_logged_in = False
         self._loaded_version: int | None = -1
         super().__init__(
             url,
@@ -167,9 +199,14 @@ class OAuthSession(OAuthClientProvider):
         if login.resource is not None:
             context.protected_resource_metadata = ProtectedResourceMetadata.model_validate(login.resource)
         context.auth_server_url = login.authorization_server
+        if self._is_interactive:
+            context.clear_tokens()
+            registered = map(str, context.client_info.redirect_uris or ()) if context.client_info else ()
+            if not self._has_fixed_client and self._redirect_uri not in registered:
+                context.client_info = None  # it is registered again, for the port that is used now
 
     def _auth_flow(self, request: httpx2.Request) -> AsyncGenerator[httpx2.Request, httpx2.Response]:
-        return self._log_in(request) if self._is_interactive else self._use_login(request)
+        return self._log_in(request) if self._is_interactive else self._use_login_or_refuse(request)
 
     async def _log_in(self, request: httpx2.Request) -> AsyncGenerator[httpx2.Request, httpx2.Response]:
         """The library's flow, which asks a person, and then stores where the tokens came from."""
@@ -179,7 +216,28 @@ class OAuthSession(OAuthClientProvider):
             while True:
                 outgoing = await flow.asend((yield outgoing))
         except StopAsyncIteration:
-            await self._keep_addresses()
+            if self.context.current_tokens is not None:
+                await self._keep_addresses()
+                self.has_logged_in = True
+        finally:
+            await flow.aclose()
+
+    # --- without a person ---
+
+    async def _use_login_or_refuse(
+        self, request: httpx2.Request
+    ) -> AsyncGenerator[httpx2.Request, httpx2.Response]:
+        """Answer a request that needs a login with an error of its own: an exception would end the connection."""
+        flow = self._use_login(request)
+        try:
+            outgoing = await flow.__anext__()
+            while True:
+                outgoing = await flow.asend((yield outgoing))
+        except StopAsyncIteration:
+            pass
+        except AuthorizationRequired as error:
+            request.extensions = {**request.extensions, LOGIN_REFUSAL_EXTENSION: f"it needs a login: {error}"}
+            yield request
         finally:
             await flow.aclose()
 
@@ -190,10 +248,11 @@ class OAuthSession(OAuthClientProvider):
             AuthorizationRequired: there is no token that the server takes.
         """
         context = self.context
-        async with context.lock:
-            if not self._initialized or self._storage.file.version != self._loaded_version:
-                await self._initialize()
-            if not context.is_token_valid() and context.can_refresh_token():
+        await self._load_login()
+        async with self._claim_renewal(
+            lambda: not context.is_token_valid() and context.can_refresh_token()
+        ) as is_due:
+            if is_due:
                 await self._take_refreshed((yield await self._refresh_token()))
         used = context.current_tokens
         self._add_auth_header(request)
@@ -204,15 +263,39 @@ class OAuthSession(OAuthClientProvider):
             return
         if response.status_code != UNAUTHORIZED_STATUS:
             return
-        async with context.lock:
-            if context.current_tokens is used:  # else another request has refreshed it meanwhile
+        async with self._claim_renewal(lambda: context.current_tokens is used) as is_due:
+            if is_due:  # else another request or process has refreshed it meanwhile
                 if not context.can_refresh_token():
-                    raise AuthorizationRequired("there is none" if used is None else "the server refuses it")
+                    raise AuthorizationRequired(
+                        "nobody has logged in" if used is None else "the server refuses it"
+                    )
                 await self._take_refreshed((yield await self._refresh_token()))
         self._add_auth_header(request)
         response = yield request
         if response.status_code == UNAUTHORIZED_STATUS:
             raise AuthorizationRequired("the server refuses it, although it was renewed")
+
+    async def _load_login(self) -> None:
+        async with self.context.lock:
+            if not self._initialized:
+                await self._initialize()
+            await self._load_newer()
+
+    @asynccontextmanager
+    async def _claim_renewal(self, is_due: Callable[[], bool]) -> AsyncGenerator[bool]:
+        """Let one request of one process renew the tokens; yields whether that is still due."""
+        async with self.context.lock:
+            if not is_due():
+                yield False
+                return
+            async with self._storage.file.lock():
+                await self._load_newer()
+                yield is_due()
+
+    async def _load_newer(self) -> None:
+        """Load the login again if another process has stored one: its refresh token may be the only valid one."""
+        if self._storage.file.version != self._loaded_version:
+            await self._initialize()
 
     async def _take_refreshed(self, response: httpx2.Response) -> None:
         before = self.context.current_tokens
@@ -231,7 +314,16 @@ class OAuthSession(OAuthClientProvider):
         login.metadata = _dump(context.oauth_metadata)
         login.resource = _dump(context.protected_resource_metadata)
         login.authorization_server = context.auth_server_url
+        login.redirect_port = urlsplit(self._redirect_uri).port
         await self._storage.save()
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _dump(model: OAuthMetadata | ProtectedResourceMetadata | None) -> dict[str, Any] | None:

@@ -9,8 +9,8 @@ from antiphon.child_processes.pipes import MAX_LINE_BYTES
 MAX_MESSAGE_BYTES = MAX_LINE_BYTES
 KEY_META_NAME = "antiphon/idempotencyKey"
 """The name in `_meta` of a call's key: the same key means the same call."""
-NOT_SENT_CODE, NO_ANSWER_CODE = -32098, -32097
-"""Codes of errors that this side makes up for a request over HTTP that got no answer."""
+NOT_SENT_CODE, NO_ANSWER_CODE, NEEDS_LOGIN_CODE = -32098, -32097, -32096
+"""Codes of errors that this side makes up for a request over HTTP that got no answer, or needs a login."""
 MAX_RECORDED_REQUESTS = 10_000
 
 

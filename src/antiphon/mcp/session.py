@@ -33,8 +33,14 @@ from antiphon.mcp.listings import (
     RawTool,
     build_listing,
 )
-from antiphon.mcp.oauth import AuthorizationRequired
-from antiphon.mcp.requests import KEY_META_NAME, NO_ANSWER_CODE, NOT_SENT_CODE, RequestLost, SentRequests
+from antiphon.mcp.requests import (
+    KEY_META_NAME,
+    NEEDS_LOGIN_CODE,
+    NO_ANSWER_CODE,
+    NOT_SENT_CODE,
+    RequestLost,
+    SentRequests,
+)
 from antiphon.mcp.stdio import StdioTransport
 
 log = logging.getLogger(__name__)
@@ -262,7 +268,7 @@ class ServerSession:
         match error.error.code:
             case mcp_types.REQUEST_TIMEOUT:
                 return CallTimedOut()
-            case code if code == NOT_SENT_CODE:
+            case code if code in (NOT_SENT_CODE, NEEDS_LOGIN_CODE):
                 return RequestLost(text, was_sent=False)
             case code if code == NO_ANSWER_CODE:
                 return RequestLost(text, was_sent=True)
@@ -345,15 +351,13 @@ def describe_failure(error: BaseException) -> tuple[str, bool]:
     described = [(_describe_error(leaf), leaf) for leaf in leaves]
     for reason, leaf in described:
         if reason is not None:
-            return reason, isinstance(leaf, AuthorizationRequired)
+            return reason, isinstance(leaf, MCPError) and leaf.error.code == NEEDS_LOGIN_CODE
     return f"the connection broke ({type(leaves[0]).__name__ if leaves else type(error).__name__})", False
 
 
 def _describe_error(error: BaseException) -> str | None:
     reason: str | None = None
     match error:
-        case AuthorizationRequired():
-            reason = f"it needs a login ({error})"
         case AntiphonError():
             reason = f"{error.what} {error.hint}"
         case MCPError() if error.error.code == mcp_types.CONNECTION_CLOSED:
