@@ -13,6 +13,7 @@ from antiphon.access import Caller
 from antiphon.client import Client, Site
 from antiphon.config import parse
 from antiphon.errors import ConfigError, McpServerUnavailable, ToolFailed
+from antiphon.mcp import server_actor
 from antiphon.mcp.listings import Listing, RawTool, build_listing
 from antiphon.mcp.offers import list_offers
 from antiphon.mcp.results import MAX_RESULT_CHARACTERS
@@ -393,6 +394,32 @@ async def test_a_program_runs_in_the_sandbox_of_a_sandboxed_session(tmp_path: Pa
         assert on_host["namespace"] not in {facts["namespace"] for facts in inside}
         (described,) = client.servers.describe()
         assert described["connections"] == 3
+
+
+async def test_a_server_makes_room_for_sandboxes_only_where_nothing_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_actor, "MAX_SANDBOXED_CONNECTIONS", 2)
+    script = SCRIPTED_SERVER_FILE.read_text()
+    server = {"command": "/usr/bin/python3", "args": ["-I", "-S", "-c", script, "plain"]}
+    agents = {"defaults": {"sandbox": {"mode": "non-main", "scope": "session"}}}
+    callers = [
+        Caller.agent("main", f"agent:main:telegram:group:{number}", sandboxed=True) for number in range(5)
+    ]
+    async with open_client(tmp_path, {"s": server}, agents=agents) as client:
+        await client.prepare()
+
+        async def call(caller: Caller) -> str:
+            try:
+                return (await client.call("mcp__s__echo", caller=caller, number=1)).text
+            except McpServerUnavailable as error:
+                return str(error)
+
+        at_once = await asyncio.gather(*(call(caller) for caller in callers), return_exceptions=True)
+        refused = [text for text in at_once if "too many sandboxes use it at once" in str(text)]
+        assert [text for text in at_once if not isinstance(text, str)] == []
+        assert 0 < len(refused) < len(callers), at_once
+        assert "cannot" not in "".join([await call(caller) for caller in callers]), "idle ones make no room"
 
 
 async def test_without_a_working_sandbox_no_program_is_started(

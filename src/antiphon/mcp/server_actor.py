@@ -206,16 +206,17 @@ class ServerActor:
         Raises:
             McpServerUnavailable: there is none.
         """
-        connection = self._connections.get(scope)
-        if connection is None:
-            await self._make_room()
-            connection = self._connections.setdefault(scope, _Connection())
+        connection = self._connections.setdefault(scope, _Connection())
         if connection.session is not None and connection.session.is_open:
             return connection.session
         if connection.opening is None or connection.opening.done():
             connection.opening = asyncio.create_task(self._open(connection, scope, caller))
             connection.opening.add_done_callback(_ignore_result)
-        return await asyncio.shield(connection.opening)
+        opening = connection.opening
+        await asyncio.wait([opening])  # its cancellation is not ours
+        if opening.cancelled():
+            raise self._build_error("the gateway is stopping")
+        return opening.result()
 
     async def _open(self, connection: _Connection, scope: str, caller: Caller | None) -> ServerSession:
         if self._is_closed:
@@ -375,19 +376,29 @@ class ServerActor:
         return read_login_version(self._surroundings.state_dir, self.name)
 
     async def _make_room(self) -> None:
-        """Close connections of sandboxes that nothing has used for long, and the oldest if there are too many."""
+        """Close connections of sandboxes that nothing has used for long, and the oldest if there are too many.
+
+        Raises:
+            McpServerUnavailable: there is no room for another one.
+        """
         now = time.monotonic()
         idle = sorted(
             (connection.used_at, scope)
             for scope, connection in self._connections.items()
             if scope != HOST_SCOPE and connection.calls == 0
         )
-        excess = len(self._connections) - MAX_SANDBOXED_CONNECTIONS
-        for number, (used_at, scope) in enumerate(idle):
-            if number <= excess or now - used_at > SANDBOX_IDLE_SECONDS:
-                await self._close_connection(self._connections.pop(scope))
-        if len(self._connections) > MAX_SANDBOXED_CONNECTIONS + 1:
+        excess = self._count_sandboxes() + 1 - MAX_SANDBOXED_CONNECTIONS
+        closing = [
+            self._connections.pop(scope)
+            for number, (used_at, scope) in enumerate(idle)
+            if number < excess or now - used_at > SANDBOX_IDLE_SECONDS
+        ]
+        await asyncio.gather(*map(self._close_connection, closing))
+        if self._count_sandboxes() >= MAX_SANDBOXED_CONNECTIONS:
             raise self._build_error("too many sandboxes use it at once")
+
+    def _count_sandboxes(self) -> int:
+        return sum(scope != HOST_SCOPE for scope in self._connections)
 
     async def _close_connection(self, connection: _Connection) -> None:
         if connection.opening is not None and not connection.opening.done():
@@ -406,7 +417,7 @@ class ServerActor:
             ToolFailed: the call may have been made, but there is no result.
         """
         scope = self._find_scope(caller)
-        connection = await self._enter(scope, caller)
+        connection = await self._enter(scope)
         try:
             async with connection.slots:
                 return await self._call(connection, scope, offer, caller, arguments, key)
@@ -420,9 +431,11 @@ class ServerActor:
             return HOST_SCOPE
         return self._surroundings.find_sandbox(caller)
 
-    async def _enter(self, scope: str, caller: Caller) -> _Connection:
-        await self._require_session(scope, caller)
-        connection = self._connections[scope]
+    async def _enter(self, scope: str) -> _Connection:
+        """Return a connection, which need not be open yet, with one more call. It is not closed to make room."""
+        if scope != HOST_SCOPE and scope not in self._connections:
+            await self._make_room()
+        connection = self._connections.setdefault(scope, _Connection())
         if connection.calls >= MAX_CONCURRENT_CALLS + MAX_WAITING_CALLS:
             raise McpServerUnavailable(
                 f"{connection.calls} calls of the MCP server {self.name!r} are under way; this one was not made.",
