@@ -14,7 +14,7 @@ from antiphon.client import Client, Site
 from antiphon.config import parse
 from antiphon.errors import ConfigError, McpServerUnavailable, ToolFailed
 from antiphon.mcp import server_actor
-from antiphon.mcp.listings import Listing, RawTool, build_listing
+from antiphon.mcp.listings import Listing, RawTool, build_listing, locate_directory
 from antiphon.mcp.offers import list_offers
 from antiphon.mcp.results import MAX_RESULT_CHARACTERS
 from antiphon.tool_selection import ToolAudience
@@ -364,6 +364,25 @@ async def test_a_required_server_that_is_down_ends_the_run_by_name(tmp_path: Pat
         selection = client.config.get_agent("main").tools.selection
         with pytest.raises(McpServerUnavailable, match=r"'s' is required, but it cannot be used: .*database"):
             client.servers.describe_for_run({}, selection, ToolAudience(), NONCE)
+
+
+def read_record(state_dir: Path) -> str:
+    return "".join(path.read_text() for path in locate_directory(state_dir).glob("*.json"))
+
+
+async def test_a_server_that_prints_its_secret_tells_it_neither_models_nor_people(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KEY_OF_THE_OPERATOR", "sk-0123456789")
+    server = describe_scripted_server("exit", env={"API_KEY": {"env": "KEY_OF_THE_OPERATOR"}})
+    async with open_client(tmp_path, {"s": server}) as client:
+        await client.prepare()
+        selection = client.config.get_agent("main").tools.selection
+        prompt = client.servers.describe_for_run({}, selection, ToolAudience(), NONCE)
+        (described,) = client.servers.describe()
+        assert "cannot find the database[31m ***" in prompt
+        assert described["reason"].endswith("cannot find the database[31m ***")
+    assert "sk-0123456789" not in prompt + str(described) + read_record(tmp_path) + caplog.text
 
 
 @pytest.mark.requirement("B2")

@@ -122,7 +122,7 @@ def main() -> None:
         with Path(file).open("a") as starts:
             starts.write(f"{os.getpid()}\n")
     if MODE == "exit":
-        sys.stderr.write("cannot find the database\x1b[31m\n")
+        sys.stderr.write(f"cannot find the database\x1b[31m {os.environ.get('API_KEY', '')}\n")
         sys.exit(3)
     if MODE == "silent":
         time.sleep(3600)

@@ -12,7 +12,7 @@ import contextlib
 import importlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -23,6 +23,7 @@ from antiphon.child_processes.processes import ChildCommand, ChildProcesses, bui
 from antiphon.child_processes.text import clean_text
 from antiphon.clock import Clock
 from antiphon.config.mcp import McpServerConfig, reveal_all
+from antiphon.config.secrets import SECRET_MASK
 from antiphon.engine.toolbox import ToolOutput
 from antiphon.errors import AntiphonError, McpServerUnavailable, ToolFailed
 from antiphon.mcp.listings import (
@@ -54,6 +55,7 @@ RETRY_DELAYS_SECONDS = (1.0, 2.0, 5.0, 15.0, 60.0, 300.0)
 FAST_FAILURE_SECONDS = 1.0
 """A server that failed within this time is tried again by every run, since that delays it by no more."""
 HOST_SCOPE = ""
+MIN_MASKED_CHARACTERS = 8  # shorter values, and paths, are no secrets
 
 
 class WrapCommand(Protocol):
@@ -120,6 +122,8 @@ class ServerActor:
         self._retry: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._saving = asyncio.Lock()
+        self._secrets: set[str] = set()
+        """What the server was given, and may repeat when it complains."""
         self._is_closed = False
 
     # --- state ---
@@ -290,6 +294,7 @@ class ServerActor:
         from antiphon.mcp.oauth import LoginFile, OAuthSession  # noqa: PLC0415
 
         headers = await asyncio.to_thread(reveal_all, config.headers)
+        self._note_secrets(word for value in headers.values() for word in (value, value.rpartition(" ")[2]))
         auth = None
         if config.oauth is not None:
             auth = OAuthSession(config.url, config.oauth, LoginFile(shared.state_dir, self.name, config.url))
@@ -299,6 +304,7 @@ class ServerActor:
         config = self.config
         assert config.command is not None
         configured = await asyncio.to_thread(reveal_all, config.env)
+        self._note_secrets(configured.values())
         argv = [str(expand_home(config.command)), *config.args]
         if scope == HOST_SCOPE:
             cwd = expand_home(config.directory or "~")
@@ -309,6 +315,19 @@ class ServerActor:
         )
         return ChildCommand(argv=wrapped.argv, cwd="/", env=wrapped.env, files=wrapped.files)
 
+    def _note_secrets(self, values: Iterable[str]) -> None:
+        self._secrets = {
+            value
+            for value in values
+            if len(value) >= MIN_MASKED_CHARACTERS and not value.startswith(("/", "~"))
+        }
+
+    def _mask_secrets(self, text: str) -> str:
+        """Return what a server says without the secrets that it was given: models and people read it."""
+        for secret in sorted(self._secrets, key=len, reverse=True):
+            text = text.replace(secret, SECRET_MASK)
+        return text
+
     def _fail(
         self, scope: str, reason: str, began: float, error: Exception, *, needs_login: bool = False
     ) -> ServerSession:
@@ -317,7 +336,7 @@ class ServerActor:
         Raises:
             McpServerUnavailable: always.
         """
-        reason = clean_text(reason, MAX_REASON_CHARACTERS)
+        reason = self._mask_secrets(clean_text(reason, MAX_REASON_CHARACTERS))
         if scope == HOST_SCOPE:
             self._failed_fast = time.monotonic() - began < FAST_FAILURE_SECONDS
             self._failures += 1
@@ -354,7 +373,9 @@ class ServerActor:
         """Note that the server has gone. The next call opens the connection again."""
         connection = self._connections.get(HOST_SCOPE)
         if connection is not None and connection.session is session and self.state == "ready":
-            log.info("The connection to the MCP server %r has ended: %s", self.name, reason)
+            log.info(
+                "The connection to the MCP server %r has ended: %s", self.name, self._mask_secrets(reason)
+            )
             self._set_state("idle")
 
     def _take_listing(self, listing: Listing) -> None:
@@ -501,7 +522,7 @@ class ServerActor:
         except CallFailed as error:
             self._note_contact()
             raise ToolFailed(
-                f"The MCP server {self.name!r} refused the call: {error}.",
+                f"The MCP server {self.name!r} refused the call: {self._mask_secrets(str(error))}.",
                 "Change the call.",
                 server=self.name,
             ) from error
