@@ -17,7 +17,7 @@ from antiphon.workspace.keeper import server
 from support.agents_fixture import AgentsFixture
 from support.app_fixture import MAIN
 from support.keepers import find_marked, wait_until_gone, wait_until_true
-from tools.test_commands import configure, find_rows, find_wakes, opened
+from tools.test_commands import configure, find_rows, find_wakes, opened, run
 
 pytestmark = pytest.mark.anyio
 
@@ -95,3 +95,30 @@ def test_this_machine_needs_an_explicit_policy(settings: dict[str, object], path
     with pytest.raises(ConfigError, match=f"{path}.security".replace("[", r"\[")) as refused:
         parse(settings)
     assert "without protection" in str(refused.value)
+
+
+@pytest.mark.sqlite_only
+@pytest.mark.requirement("AT5")
+async def test_the_outputs_of_all_commands_are_bounded_as_configured(tmp_path: Path) -> None:
+    most = 16 * 1024 * 1024
+    jobs = tmp_path / "keeper" / server.JOBS_NAME
+
+    def measure_kept() -> int:
+        return sum(part.stat().st_size for part in jobs.glob("*/output.*"))
+
+    async with opened(tmp_path, configure(maxTotalOutputBytes=most)) as agents:
+        for _ in range(3):
+            text = await run(agents, "echo first; head -c 9000000 /dev/zero | tr '\\0' x; echo; echo last")
+            assert "first\n" in text
+            assert "\nlast\n" in text
+            assert 9_000_000 < measure_kept() <= most
+        files = [row["output_file"] for row in find_rows(agents)]
+        workspace = tmp_path / "workspaces" / "main"
+        assert [(workspace / name).stat().st_size > 9_000_000 for name in files] == [True] * 3
+
+
+def test_the_bound_of_all_outputs_is_not_for_one_agent() -> None:
+    with pytest.raises(ConfigError, match="maxTotalOutputBytes"):
+        parse({"agents": {"list": [{"id": "a", "tools": {"exec": {"maxTotalOutputBytes": 2**30}}}]}})
+    with pytest.raises(ConfigError, match="maxTotalOutputBytes"):
+        parse({"tools": {"exec": {"maxTotalOutputBytes": 1024}}})

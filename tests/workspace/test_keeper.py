@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
@@ -14,8 +15,9 @@ import pytest
 import antiphon
 from antiphon.errors import InvalidInput, Unavailable
 from antiphon.workspace import keeper
+from antiphon.workspace.command_output import read_shown
 from antiphon.workspace.keeper.job_directory import HEAD_BYTES
-from antiphon.workspace.keeper_client import CommandSpec, CommandStatus, KeeperClient
+from antiphon.workspace.keeper_client import CommandSpec, CommandStatus, KeeperClient, OutputPart
 from support.keepers import (
     end_keeper,
     find_keeper,
@@ -217,6 +219,93 @@ async def test_output_keeps_its_beginning_and_its_end(client: KeeperClient, tmp_
     after = await client.read("large", HEAD_BYTES, 100)
     assert after.offset > 40_000_000
     assert after.data == b"x" * 100
+
+
+MEGABYTE = 1_000_000
+
+
+@asynccontextmanager
+async def open_bounded_client(directory: Path, max_bytes: int) -> AsyncGenerator[KeeperClient]:
+    client = KeeperClient(directory, max_bytes)
+    try:
+        yield client
+    finally:
+        await client.close()
+        end_keeper(directory)
+
+
+def print_bytes(directory: Path, count: int, then: str = "") -> CommandSpec:
+    return shell(f"head -c {count} /dev/zero | tr '\\0' x; {then}", directory, stdin=True)
+
+
+def measure_kept_output(directory: Path) -> int:
+    return sum(path.stat().st_size for path in (directory / "keeper" / "jobs").glob("*/output.*"))
+
+
+async def find_kept(client: KeeperClient, *keys: str) -> list[str]:
+    return [key for key in keys if (await client.read(key, 0, 1)).data]
+
+
+@pytest.mark.requirement("AT5")
+async def test_the_oldest_outputs_of_ended_commands_make_room(tmp_path: Path) -> None:
+    async with open_bounded_client(tmp_path, 3 * MEGABYTE) as client:
+        for key in ("unread", "first", "second"):
+            await client.start(key, print_bytes(tmp_path, MEGABYTE), wait_seconds=30)
+        for key in ("second", "first"):  # in another order than that of their ends
+            await client.acknowledge(key)
+        assert measure_kept_output(tmp_path) == 3 * MEGABYTE
+        await client.start("third", print_bytes(tmp_path, MEGABYTE), wait_seconds=30)
+        assert await find_kept(client, "unread", "first", "second", "third") == ["unread", "second", "third"]
+        await client.start("fourth", print_bytes(tmp_path, 2 * MEGABYTE), wait_seconds=30)
+        assert await find_kept(client, "unread", "second", "third", "fourth") == ["third", "fourth"]
+        assert measure_kept_output(tmp_path) <= 3 * MEGABYTE
+        assert (await client.wait("unread", 0)).exit_code == 0, "results stay"
+        keeper_process = find_keeper(tmp_path)
+        assert keeper_process
+        keeper_process.kill()
+        keeper_process.wait(10)
+        await client.start("fifth", print_bytes(tmp_path, MEGABYTE), wait_seconds=30)
+        assert await find_kept(client, "third", "fourth", "fifth") == ["fourth", "fifth"]
+
+
+async def test_the_output_of_a_running_command_is_not_removed(tmp_path: Path) -> None:
+    async with open_bounded_client(tmp_path, 3 * MEGABYTE) as client:
+        waiting = print_bytes(tmp_path, 2 * MEGABYTE, "read -r line; echo; echo last")
+        await client.start("waits", waiting, wait_seconds=0)
+
+        async def has_printed() -> bool:
+            return (await client.wait("waits", 0)).output_bytes == 2 * MEGABYTE
+
+        await wait_until_true(has_printed, 30)
+        ended = await client.start("large", print_bytes(tmp_path, 4 * MEGABYTE), wait_seconds=30)
+        assert (ended.exit_code, ended.output_bytes) == (0, 4 * MEGABYTE)
+        assert measure_kept_output(tmp_path) == 3 * MEGABYTE
+
+        async def read(offset: int, limit: int) -> OutputPart:
+            return await client.read("large", offset, limit)
+
+        assert (await read_shown(read, ended.output_bytes)).text.endswith("bytes were not kept …]\n")
+        await client.write("waits", "line", b"go\n", eof=True)
+        assert (await client.wait("waits", 30)).exit_code == 0
+        assert (await client.read("waits", 2 * MEGABYTE, 100)).data == b"\nlast\n"
+
+
+async def test_a_command_is_refused_while_running_ones_fill_the_space(tmp_path: Path) -> None:
+    async with open_bounded_client(tmp_path, MEGABYTE) as client:
+        await client.start("waits", print_bytes(tmp_path, 2 * MEGABYTE, "read -r line"), wait_seconds=0)
+
+        async def has_printed() -> bool:
+            return (await client.wait("waits", 0)).output_bytes == 2 * MEGABYTE
+
+        await wait_until_true(has_printed, 30)
+        with pytest.raises(
+            InvalidInput, match=r"fills the 1000000 bytes that 'tools\.exec\.maxTotalOutputBytes'"
+        ):
+            await client.start("more", shell("echo ran > effect", tmp_path), wait_seconds=5)
+        assert not (tmp_path / "effect").exists()
+        await client.stop("waits", "test")
+        assert (await client.start("more", shell("echo fits", tmp_path), wait_seconds=5)).exit_code == 0
+        assert (await client.read("more", 0, 100)).data == b"fits\n"
 
 
 async def test_a_command_that_cannot_start_has_failed(client: KeeperClient, tmp_path: Path) -> None:

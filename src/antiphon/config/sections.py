@@ -408,6 +408,18 @@ class ExecConfig(Section):
     apply_patch: ApplyPatchConfig | None = None
 
 
+MIN_TOTAL_OUTPUT_BYTES, DEFAULT_TOTAL_OUTPUT_BYTES = 16 * MIB, 1024 * MIB
+
+
+class SharedExecConfig(ExecConfig):
+    """The tools `exec` and `process` of all agents, and what their commands share."""
+
+    max_total_output_bytes: Annotated[int, Field(ge=MIN_TOTAL_OUTPUT_BYTES, le=MAX_NUMBER)] = Field(
+        default=DEFAULT_TOTAL_OUTPUT_BYTES,
+        description="Bytes that the outputs of all commands may occupy in the state directory.",
+    )
+
+
 class ApprovalsConfig(Section):
     """Tool calls that a person must allow."""
 
@@ -454,7 +466,7 @@ class ToolsConfig(Section):
     sandbox: SandboxToolLists = Field(default_factory=SandboxToolLists.model_construct)
     fs: FileTools = Field(default_factory=FileTools.model_construct)
     web: WebTools = Field(default_factory=WebTools.model_construct)
-    exec: ExecConfig = Field(default_factory=ExecConfig.model_construct)
+    exec: SharedExecConfig = Field(default_factory=SharedExecConfig.model_construct)
     approvals: ApprovalsConfig = Field(default_factory=ApprovalsConfig.model_construct)
     loop_detection: LoopDetectionConfig = Field(default_factory=LoopDetectionConfig.model_construct)
     profile: ToolProfile | None = Field(

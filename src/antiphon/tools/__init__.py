@@ -132,6 +132,7 @@ def create_command_tools(
         state_dir=state_dir,
         files=WorkspaceFiles(store, clock, SessionWorkspaceLocator(config, state_dir)),
         build_notice=CommandNotices(config, clock),
+        max_total_output_bytes=config.tools.exec.max_total_output_bytes,
         owner_grace_seconds=OWNER_GRACE_ACK_WAITS * config.bus.ack_wait_seconds,
         owner=owner,
         apply_effects=apply_effects,

@@ -63,6 +63,7 @@ class Commands:
         files: WorkspaceFiles,
         build_notice: NoticeBuilder,
         owner_grace_seconds: float,
+        max_total_output_bytes: int | None = None,
         owner: str = "",
         apply_effects: Callable[[Effects], Awaitable[None]] | None = None,
     ) -> None:
@@ -72,7 +73,7 @@ class Commands:
         self._clock = clock
         self._files = files
         self._build_notice = build_notice
-        self._keeper = KeeperClient(state_dir)
+        self._keeper = KeeperClient(state_dir, max_total_output_bytes)
         self._host_path = self._keeper.directory / HOST_FILE_NAME
         self._host = ""
         self._owner = owner

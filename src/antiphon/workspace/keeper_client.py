@@ -83,7 +83,9 @@ class OutputPart(NamedTuple):
 class KeeperClient:
     """The keeper of one state directory. Connections are reused; a lost keeper is started again."""
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, max_total_output_bytes: int | None = None) -> None:
+        """Create a client. `max_total_output_bytes` bounds what the outputs of all jobs occupy on disk."""
+        self._max_total_output_bytes = max_total_output_bytes
         self.directory = state_dir / KEEPER_DIRECTORY_NAME
         self._idle: list[Connection] = []
         self._starting = asyncio.Lock()
@@ -91,7 +93,13 @@ class KeeperClient:
 
     async def start(self, key: str, spec: CommandSpec, *, wait_seconds: float) -> CommandStatus:
         """Start a job, or join the one with this key, and wait for its end at most `wait_seconds`."""
-        request = {"op": "start", "key": key, "spec": msgspec.to_builtins(spec), "seconds": wait_seconds}
+        request = {
+            "op": "start",
+            "key": key,
+            "spec": msgspec.to_builtins(spec),
+            "seconds": wait_seconds,
+            "maxTotalOutputBytes": self._max_total_output_bytes,
+        }
         return msgspec.convert(await self._request(request, wait_seconds), CommandStatus)
 
     async def wait(self, key: str, seconds: float) -> CommandStatus:

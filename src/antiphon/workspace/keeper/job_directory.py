@@ -16,6 +16,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from antiphon.workspace.keeper.output_budget import OutputBudget
+
 HEAD_BYTES = 5 * 1024 * 1024  # of output kept from the beginning
 TAIL_SEGMENT_BYTES = 2560 * 1024  # the end is kept in the last two files of this size
 
@@ -25,12 +27,15 @@ Json: TypeAlias = dict[str, Any]
 class Output:
     """What a command prints, within a bounded space on disk: its beginning and its end.
 
-    On a full disk, the part that does not fit is left out.
+    What does not fit on a full disk, or into the space for all outputs, is left out.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, budget: OutputBudget) -> None:
         self._folder = folder
+        self._budget = budget
         self.total_bytes = 0
+        self.taken_bytes = 0
+        """The space that was taken for it."""
         self._segment = 0
         self._file: FileIO | None = (folder / "output.head").open("ab", buffering=0)
 
@@ -51,17 +56,28 @@ class Output:
         self.close()
         self._segment = segment
         with contextlib.suppress(OSError):
-            (self._folder / f"output.tail.{segment - 2}").unlink(missing_ok=True)
+            self._remove_segment(segment - 2)
             self._file = (self._folder / f"output.tail.{segment}").open("ab", buffering=0)
+
+    def _remove_segment(self, segment: int) -> None:
+        path = self._folder / f"output.tail.{segment}"
+        with contextlib.suppress(FileNotFoundError):
+            size = path.stat().st_size
+            path.unlink()
+            self._budget.give_back(size)
+            self.taken_bytes -= size
 
     def _write(self, data: bytes) -> None:
         if self._file is None:
             return
+        taken = self._budget.take(len(data))
         try:
-            is_whole = self._file.write(data) == len(data)
+            written = self._file.write(data[:taken])
         except OSError:
-            is_whole = False
-        if not is_whole:  # what follows would be at a wrong offset
+            written = 0
+        self._budget.give_back(taken - written)
+        self.taken_bytes += written
+        if written < len(data):  # what follows would be at a wrong offset
             self.close()
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from antiphon.child_processes.pipes import open_memory_file
 from antiphon.host_rules import HostRules
 from antiphon.workspace.keeper.host_proxy import HostProxy
 from antiphon.workspace.keeper.job_directory import Json, Output
+from antiphon.workspace.keeper.output_budget import OutputBudget
 from antiphon.workspace.keeper.processes import (
     JOB_VARIABLE,
     compute_mark,
@@ -41,7 +42,7 @@ class RequestRefused(Exception):
 class RunningCommand:
     """A command that runs."""
 
-    def __init__(self, key: str, folder: Path, spec: Json) -> None:
+    def __init__(self, key: str, folder: Path, spec: Json, outputs: OutputBudget) -> None:
         self.key = key
         self.folder = folder
         self.id = folder.name
@@ -51,7 +52,7 @@ class RunningCommand:
         self._spec = spec
         self._process_id: str = spec["processId"]
         self._process: subprocess.Popen[bytes] | None = None
-        self._output = Output(folder)
+        self._output = Output(folder, outputs)
         self._output_fd: int | None = None
         self._input_fd: int | None = None
         self._input = bytearray()
@@ -69,6 +70,11 @@ class RunningCommand:
     @property
     def output_bytes(self) -> int:
         return self._output.total_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """The space that its output takes."""
+        return self._output.taken_bytes
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()

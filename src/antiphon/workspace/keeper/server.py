@@ -25,6 +25,7 @@ from antiphon.workspace.keeper.job_directory import (
     sync_directory,
     write_json,
 )
+from antiphon.workspace.keeper.output_budget import OutputBudget, remove_output
 from antiphon.workspace.keeper.processes import find_job_processes, make_process_id
 from antiphon.workspace.keeper.running_command import (
     TERMINATE_GRACE_SECONDS,
@@ -49,6 +50,7 @@ class Keeper:
         self._running: dict[str, RunningCommand] = {}
         self._by_pid: dict[int, RunningCommand] = {}
         self._finishing: set[asyncio.Task[None]] = set()
+        self._outputs = OutputBudget()
         self._unwritten: dict[str, Json] = {}  # results that a full disk has no room for
         self._connections = 0
         self._last_used = time.monotonic()
@@ -58,6 +60,7 @@ class Keeper:
     async def run(self, listener: socket.socket) -> None:
         """Serve until asked to stop, or until nothing has used the keeper for a while."""
         self._settle_lost_jobs()
+        self._outputs.load(self._jobs_directory.iterdir())
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
         loop.add_signal_handler(signal.SIGTERM, self._stopping.set)
@@ -102,10 +105,10 @@ class Keeper:
                 age = now - result["endedAt"]
                 if age <= spec["keepSeconds"]:
                     continue
+                self._outputs.forget(folder)
                 if (folder / "acknowledged").exists() or age > UNACKNOWLEDGED_KEEP_SECONDS:
                     shutil.rmtree(folder)
-                for part in folder.glob("output.*"):
-                    part.unlink()
+                remove_output(folder)
 
     def _reap(self) -> None:
         """Take the status of every child that has ended, adopted ones included."""
@@ -125,6 +128,7 @@ class Keeper:
         result = await job.finish(status)
         self._write_result(job.folder, result, survives_power_failure=False)  # without it, it is lost
         self._running.pop(job.id, None)
+        self._outputs.add_ended(job.folder, job.taken_bytes)
         job.ended.set()
         self._job_ended.set()
 
@@ -165,12 +169,18 @@ class Keeper:
     async def _handle_start(self, request: Json) -> Json:
         """Start a job, or join the one that has this key already."""
         key, spec = str(request["key"]), request["spec"]
+        self._outputs.limit_bytes = request.get("maxTotalOutputBytes")
         folder = self._locate(key)
         if not folder.exists():
             if self._stopping.is_set():
                 raise ConnectionAbortedError  # the client asks the next keeper
             if len(self._running) >= MAX_JOBS:
                 raise RequestRefused(f"{MAX_JOBS} jobs are running already")
+            if not self._outputs.has_room():
+                raise RequestRefused(
+                    f"what the running commands have printed fills the {self._outputs.limit_bytes} bytes that"
+                    " 'tools.exec.maxTotalOutputBytes' allows"
+                )
             job = self._prepare(key, folder, spec)
             try:
                 job.start()
@@ -191,7 +201,7 @@ class Keeper:
             write_json(draft / "spec.json", spec)
             draft.rename(folder)
             sync_directory(self._jobs_directory)
-            return RunningCommand(key, folder, spec)
+            return RunningCommand(key, folder, spec, self._outputs)
         except OSError as error:
             for path in (draft, folder):
                 shutil.rmtree(path, ignore_errors=True)
@@ -267,6 +277,7 @@ class Keeper:
         folder = self._locate(str(request["key"]))
         if folder.name in self._running:
             raise RequestRefused("this job is running")
+        self._outputs.forget(folder)
         shutil.rmtree(folder, ignore_errors=True)
         return {}
 
