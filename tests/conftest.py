@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import settings
 from antiphon import app, state_access
 from cluster.database import Postgres
 from support import databases
+from support.docker_daemon import DaemonMissing, DockerDaemon, run_docker_daemon
 from support.privileges import open_way_to
 
 DUAL_DATABASE_PATHS = (
@@ -78,6 +80,17 @@ def postgres() -> Iterator[Postgres]:
     server = Postgres()
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def docker_daemon() -> Iterator[DockerDaemon]:
+    """A Docker engine; tests that need one are skipped where none can be started."""
+    with ExitStack() as stack:
+        try:
+            daemon = stack.enter_context(run_docker_daemon())
+        except DaemonMissing as error:
+            pytest.skip(str(error))
+        yield daemon
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
