@@ -17,7 +17,6 @@ from antiphon.access import Caller
 from antiphon.config import Config
 from antiphon.errors import InvalidInput
 from antiphon.messages import AssistantMessage, TextBlock, ThinkingBlock, ToolCall, ToolResult
-from antiphon.operations.types import SessionPatch
 from antiphon.runtimes import Prompt
 from antiphon.workspace.command_launch import CommandLauncher, Launch, check_launch
 from antiphon.workspace.locations import SessionWorkspaceLocator
@@ -199,50 +198,6 @@ async def test_a_killed_command_leaves_no_process_and_wakes_nothing(tmp_path: Pa
         assert "Removed" in await process(agents, action="remove", sessionId=row["id"])
         assert "no command" in await process(agents, action="poll", sessionId=row["id"])
         assert "no commands" in await process(agents, action="list")
-        await agents.wait_until_idle()
-        assert find_wakes(agents) == []
-
-
-@pytest.mark.requirement("AT2", "AT4")
-@pytest.mark.parametrize("how", ["stop", "reset", "delete", "archive"])
-async def test_what_ends_the_session_ends_its_processes(tmp_path: Path, how: str) -> None:
-    session = "agent:main:dashboard:work"
-    async with opened(tmp_path) as agents:
-        await agents.open_sessions(session)
-        marker = f"sleep 48{len(how)}1"
-        await run(agents, f"setsid {marker} & {marker}", session, background=True)
-        await wait_until_running(marker)
-        operations = agents.operations
-        match how:
-            case "stop":
-                await operations.runs.stop(OPERATOR, session)
-            case "reset":
-                await operations.conversations.reset(OPERATOR, session)
-            case "delete":
-                assert await operations.sessions.delete(OPERATOR, session)
-            case _:
-                await operations.sessions.patch(OPERATOR, session, SessionPatch(archived=True))
-        await wait_until_gone(marker)
-
-        async def is_over() -> bool:
-            return all(row["ended_at"] for row in find_rows(agents))
-
-        await agents.until(is_over)
-        await agents.wait_until_idle()
-        assert find_wakes(agents) == []
-        if how == "delete":
-            assert find_rows(agents) == []
-
-
-@pytest.mark.requirement("AT2")
-async def test_a_stopped_run_ends_the_command_it_waits_for(tmp_path: Path) -> None:
-    async with opened(tmp_path) as agents:
-        run_id = await agents.say(f"call exec {json.dumps({'command': 'sleep 4911 & sleep 4912'})}")
-        await wait_until_running("sleep 4912")
-        await agents.operations.runs.stop(OPERATOR, MAIN)
-        view = await agents.wait_for_end(run_id)
-        assert view.state == "cancelled"
-        await wait_until_gone("sleep 491")
         await agents.wait_until_idle()
         assert find_wakes(agents) == []
 
