@@ -489,7 +489,7 @@ def test_each_key_without_effect_is_told_with_what_to_do_instead(place: str) -> 
         "reasoning": (True, False),
         "enabled": (True, False),
         "allowModels": (["p/m"], []),
-        "workspaceOnly": (True, False),
+        "workspaceOnly": (False, True),
         "docker": ({"image": "x"}, {}),
     }
     parent, _, key = place.rpartition(".")

@@ -25,6 +25,7 @@ _SANDBOX_KEYS = "browser perSession ssh"
 _TOOL_KEYS = "codeMode elevated message swarm toolsBySender"
 _LOOP_KEYS = "detectors detectorCooldownMs postCompactionGuard repeatThreshold unknownToolThreshold"
 _EXEC_KEYS = "approvalRunningNoticeMs commandHighlighting mode node reviewer safeBinProfiles strictInlineEval"
+_SEARCH_SERVICE_KEYS = "exa firecrawl gemini grok kimi openaiCodex perplexity tavily"
 _MCP_SERVER_KEYS = "alwaysAllow autoApprove connectionTimeoutMs description icon"
 _ENDPOINT_KEYS = "files images maxBodyBytes maxImageParts maxTotalImageBytes maxUrlParts"
 _AGENT_KEYS = (
@@ -64,7 +65,7 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
         "tools": f"{_TOOL_KEYS} links media toolSearch",
         "tools.loopDetection": _LOOP_KEYS,
         "agents.list.[].tools.loopDetection": _LOOP_KEYS,
-        "tools.web.search": "exa firecrawl gemini grok kimi openaiCodex perplexity tavily",
+        "tools.web.search": _SEARCH_SERVICE_KEYS,
         "tools.exec": _EXEC_KEYS,
         "agents.list.[].tools.exec": _EXEC_KEYS,
         "tools.web.fetch": "cacheTtlMinutes firecrawl maxCharsCap provider readability",
@@ -116,6 +117,19 @@ FOREIGN_KEY_ADVICE: dict[str, str] = {
     ),
     "memory": "notes are files of the workspace. Use 'MEMORY.md', 'memory/*.md' and the tool 'memory_search'.",
     "skills": "every skill in 'skills/' of the agent's workspace is listed. Add or remove its directory.",
+    "web.fetch.cacheTtlMinutes": "pages are not kept. Remove it.",
+    "web.fetch.firecrawl": "pages are fetched from this machine only. Remove it.",
+    "web.fetch.maxCharsCap": "no call shows more than 50,000 characters. Use 'tools.web.fetch.maxChars' for fewer.",
+    "web.fetch.provider": "pages are fetched from this machine only. Remove it.",
+    "web.fetch.readability": "pages are always reduced to their text. Remove it.",
+    **dict.fromkeys(
+        (f"web.search.{name}" for name in _SEARCH_SERVICE_KEYS.split()),
+        "this service is not supported. Use 'tools.web.search.searxng', or 'apiKey' for Brave Search.",
+    ),
+    "skipBootstrap": "no files are put into a workspace. Remove it.",
+    "bootstrapPromptTruncationWarning": "a file that is cut always says so in the prompt. Remove it.",
+    "exec.approvalRunningNoticeMs": "people see the output of a command while it runs. Remove it.",
+    "exec.commandHighlighting": "requests for approval are plain text. Remove it.",
     "exec.mode": "the levels are separate. Use 'tools.exec.host', 'security' and 'ask'.",
     "exec.node": "commands run only on this machine. Use 'tools.exec.host'.",
     "exec.reviewer": "people decide, not a model. Use 'tools.exec.ask' and `antiphon approvals`.",
@@ -185,6 +199,9 @@ _CHANNEL_KEYS = ("session.dmScope", "session.identityLinks")
 _HARMLESS_VALUES: tuple[object, ...] = (None, False, "", [], {}, ["text"], "main", "none", ["/new", "/reset"])
 """Values that only ask for the existing behaviour."""
 
+_HARMLESS_VALUES_BY_KEY: dict[str, tuple[object, ...]] = {"workspaceOnly": (None, True)}
+"""The same, for keys where 'false' asks for something else."""
+
 
 def drop_foreign_keys(raw: dict[str, Any]) -> list[str]:
     """Removes the table's keys from `raw` and returns a warning for each."""
@@ -234,5 +251,5 @@ def find_unused_keys(config: Config) -> Iterator[str]:
             continue
         parent, _, key = place.rpartition(".")
         for path, node in _find_nodes(written, parent.split("."), ()):
-            if node.get(key) not in _HARMLESS_VALUES:
+            if node.get(key) not in _HARMLESS_VALUES_BY_KEY.get(key, _HARMLESS_VALUES):
                 yield f"{format_path((*path, key))!r} has no effect: {advice}"
