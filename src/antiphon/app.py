@@ -219,7 +219,7 @@ def _create_mcp_servers(
 async def _fill_toolbox(
     toolbox: Toolbox, config: Config, tools: Iterable[Tool], mcp_servers: McpServers | None
 ) -> None:
-    """Add our own tools, those of the configuration and those of MCP servers, and check the lists that name them."""
+    """Add the built-in tools, those of the configuration and of MCP servers, and check the lists that name them."""
     for tool in tools:
         toolbox.add(tool)
     for tool in await _load_configured_tools(config, toolbox.names):

@@ -194,8 +194,8 @@ class SpawnRefused(Forbidden):
 
 
 RefusalKind = Literal["gone", "forbidden", "too_long", "bad_format", "window_closed", "moved", "auth"]
-"""Why a chat service refused a message: the chat does not exist, we may not write there, the text is too long, its
-markup is wrong, it may be written to only for some time after a person wrote, it has another id, our credentials."""
+"""Why a chat service refused a message: the chat does not exist, Antiphon may not write there, the text is too long,
+its markup is wrong, the time after a person's message is over, the chat has another id, or the credentials."""
 
 
 class NotSent(AntiphonError):
@@ -327,7 +327,7 @@ class ProviderError(AntiphonError):
 
 
 class CredentialsRefused(ProviderError):
-    """The provider refused our key, which may have been rotated since it was read."""
+    """The provider refused the API key, which may have been rotated since it was read."""
 
 
 class ContextOverflow(ProviderError):

@@ -59,7 +59,7 @@ async def test_user_and_password() -> None:
     with nats_server(**LOCKED) as server:
         await connect(server.servers(**WORDS))
         await connect(NatsServers(url=f"nats://choir:s3cret-word@127.0.0.1:{server.port}"))
-        wrong = "does not accept our credentials. Check the credentials in `bus`."
+        wrong = "does not accept the credentials. Check the credentials in `bus`."
         assert wrong in await refused(server.servers())
         assert wrong in await refused(server.servers(user="choir", password="s3cret-other"))
         assert wrong in await refused(NatsServers(url=f"nats://choir:s3cret-x@127.0.0.1:{server.port}"))

@@ -35,7 +35,7 @@ MAX_REQUEST_BYTES = 4096
 MAX_DESCRIPTORS = 16
 INPUT_END_GRACE_SECONDS = 1.0  # from the end of a program's input to SIGTERM
 TERMINATE_GRACE_SECONDS = 1.0  # from SIGTERM to SIGKILL
-FAREWELL_SECONDS = 0.3  # for programs to end by themselves when the gateway is gone
+SHUTDOWN_GRACE_SECONDS = 0.3  # for programs to end by themselves when the gateway is gone
 KILL_ROUND_SECONDS = 0.05
 KILL_TIMEOUT_SECONDS = 5.0
 
@@ -181,7 +181,7 @@ class Launcher:
     def _end_all(self) -> None:
         """End every process, whatever it has done to its group and its environment."""
         self._control.close()
-        until = time.monotonic() + FAREWELL_SECONDS
+        until = time.monotonic() + SHUTDOWN_GRACE_SECONDS
         while self._processes and time.monotonic() < until:
             self._reap()
             time.sleep(0.01)
@@ -245,7 +245,7 @@ def is_running(pid: int) -> bool:
 def main(owner: str, *, adopts: bool) -> int:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to everybody; the gateway decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to every process; the gateway decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if adopts:
         kill_until_gone(lambda: find_processes(OWNER_VARIABLE, owner, os.getpid()) - {os.getpid()})

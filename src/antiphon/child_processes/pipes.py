@@ -1,4 +1,4 @@
-"""The pipes of a child process: bounded lines in, writes that never block the event loop, and its last words."""
+"""The pipes of a child process: bounded lines in, writes that never block the event loop, and its error output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LineTooLong(Exception):
 
 
 class ErrorOutput:
-    """The end of what a program has printed to its error output, which tells a person why it failed."""
+    """The end of what a program has printed to its error output, which shows why it failed."""
 
     def __init__(self) -> None:
         self._kept = b""

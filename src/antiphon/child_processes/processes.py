@@ -41,7 +41,7 @@ class ChildCommand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildProcess:
-    """A running program: our ends of its pipes, and whether it has ended."""
+    """A running program: this side of its pipes, and whether it has ended."""
 
     def __init__(self, name: str, stdin: int, stdout: int, stderr: int) -> None:
         self.name = name
@@ -235,7 +235,7 @@ class ChildProcesses:
 
 def _wait_for_end(popen: subprocess.Popen[bytes]) -> None:
     try:
-        popen.wait(launcher.FAREWELL_SECONDS + launcher.KILL_TIMEOUT_SECONDS + 2)
+        popen.wait(launcher.SHUTDOWN_GRACE_SECONDS + launcher.KILL_TIMEOUT_SECONDS + 2)
     except subprocess.TimeoutExpired:
         popen.kill()
         popen.wait()

@@ -30,7 +30,7 @@ COMMAND_MODULES = {
     "status": ("antiphon.cli.status", "Show the state of the gateway, or of the store if none runs."),
     "sessions": ("antiphon.cli.sessions", "List, read, search, label, delete, export and import sessions."),
     "agents": ("antiphon.cli.agents", "List the configured agents and whom each may spawn."),
-    "tools": ("antiphon.cli.tools", "List the tools of an agent, and the key that decides about each."),
+    "tools": ("antiphon.cli.tools", "List an agent's tools, and the setting that decides about each."),
     "exchanges": ("antiphon.cli.exchanges", "List messages between sessions and their outcome."),
     "deliveries": ("antiphon.cli.deliveries", "List deliveries to people; retry failed ones."),
     "approvals": ("antiphon.cli.approvals", "List tool calls that wait for you; allow or deny them."),

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from antiphon.config.mcp import McpServerConfig
     from antiphon.mcp.probe import ProbeResult
 
-PLACES = (("mcp", "servers"), ("mcpServers",), ("tools", "mcpServers"))
-"""Where servers are written; new ones go to the first of these that is used."""
+SERVER_KEY_PATHS = (("mcp", "servers"), ("mcpServers",), ("tools", "mcpServers"))
+"""The keys under which servers are configured; new ones go to the first of these that is in use."""
 MAX_DESCRIPTION_CHARACTERS = 100
 WEB_SCHEMES = ("http://", "https://")
 
@@ -47,7 +47,7 @@ WEB_SCHEMES = ("http://", "https://")
     help="A header for the address; ${VARIABLE} is replaced.",
 )
 @click.option("--cwd", metavar="DIR", help="The directory of the program (default: the home directory).")
-@click.option("--timeout", type=float, metavar="SECONDS", help="For one call (default: 120).")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Timeout of one call (default: 120).")
 @click.option("--tool", "tools", metavar="NAME", multiple=True, help="Offer only this tool; may be repeated.")
 @click.option("--required", is_flag=True, help="Runs fail if the server cannot be used.")
 @click.option("--trust", is_flag=True, help="Believe what the server says about its tools.")
@@ -150,11 +150,11 @@ def _split_header(given: str) -> tuple[str, str]:
 
 def _find_place(content: dict[str, Any], name: str) -> tuple[str, ...] | None:
     """Return where a server of this name is written."""
-    return next((place for place in PLACES if name in (_get(content, place) or {})), None)
+    return next((place for place in SERVER_KEY_PATHS if name in (_get(content, place) or {})), None)
 
 
 def _choose_place(content: dict[str, Any]) -> tuple[str, ...]:
-    return next((place for place in PLACES if _get(content, place)), PLACES[0])
+    return next((place for place in SERVER_KEY_PATHS if _get(content, place)), SERVER_KEY_PATHS[0])
 
 
 def _get(content: dict[str, Any], keys: Sequence[str]) -> dict[str, Any] | None:
@@ -340,7 +340,7 @@ def _probe(settings: Settings, name: str, server: McpServerConfig) -> ProbeResul
 
 
 def _keep_log_apart(settings: Settings) -> None:
-    """Print the log only with `--debug`: what it says is in the result, and its file belongs to the gateway."""
+    """Print the log only with `--debug`: the result has the same facts, and the log file belongs to the gateway."""
     import logging
 
     from antiphon.cli._logging import configure_logging

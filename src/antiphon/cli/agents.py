@@ -19,7 +19,9 @@ NO_MESSAGING_HINT = (
 )
 
 
-@click.command(help="List the agents, what answers for each, and which agents each may spawn and message.")
+@click.command(
+    help="List the agents, the model or function that answers for each, and which agents each may spawn and message."
+)
 @gateway_options
 @common_options
 @click.pass_obj

@@ -22,8 +22,8 @@ MAX_REPLY_CHARS = 60  # of a reply in a table on a terminal; --json has the whol
 
 
 @click.group(
-    help="List, add, edit, switch, run and remove scheduled jobs. They fire while a gateway runs. "
-    "A JOB is an id or a name; the beginning of one will do."
+    help="List, add, edit, enable, disable, run and remove scheduled jobs. They fire while a gateway runs. "
+    "A JOB is an id or a name; the beginning of one is enough."
 )
 @common_options
 def command() -> None: ...

@@ -115,7 +115,7 @@ def _format_attempts(delivery: DeliveryView) -> str:
 @common_options
 @click.pass_obj
 def retry(settings: Settings, key: str) -> int:
-    """Retry a dead, ambiguous, blocked or expired delivery. What is ambiguous may arrive a second time."""
+    """Retry a dead, ambiguous, blocked or expired delivery. An ambiguous one may arrive twice."""
     delivery = asyncio.run(_retry_delivery(settings, key))
     if settings.json:
         _output.print_json(delivery)

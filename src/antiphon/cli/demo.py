@@ -50,9 +50,9 @@ EVENT_TIMEOUT_SECONDS = 20.0  # without any event, after which the demo gives up
 
 
 @click.command(
-    help="Watch agents at work, with STORY `talk` (default) two agents and a sub-agent in conversation, with `work` a "
-    "sub-agent that reads a file, runs a command in a sandbox and writes one. Needs no model, key or gateway: the "
-    "rehearsal model answers, in a temporary state directory. It is removed afterwards, except after `work`."
+    help="Watch agents at work. `talk` (default) shows two agents and a sub-agent in conversation, `work` a sub-agent "
+    "that reads a file, runs a command in a sandbox and writes a file. Needs no model, key or gateway: the rehearsal "
+    "model answers, in a temporary state directory, which is removed afterwards, except after `work`."
 )
 @click.argument("story", type=click.Choice([*STORIES_BY_NAME]), default="talk")
 @click.option("--fast", is_flag=True, help="Do not pause between moves.")

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    help="List every tool with the key of the configuration that decides whether the agent or the session has it."
+    help="List every tool with the configuration key that decides whether the agent or the session has it."
 )
-@click.option("--agent", metavar="ID", help="The agent (default: the one that answers where none is named).")
+@click.option("--agent", metavar="ID", help="The agent (default: the default agent).")
 @click.option(
     "--model", metavar="REF", help="The model that answers, as provider/model (default: the agent's)."
 )

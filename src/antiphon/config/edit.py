@@ -29,14 +29,14 @@ class _Member(msgspec.Struct):
     start: int
     value: _Value
     comma: int | None = None
-    """Where the comma after it is."""
+    """The position of the comma after it."""
 
 
 class _Value(msgspec.Struct):
     start: int
     end: int
     members: list[_Member] | None = None
-    """None for what is not an object."""
+    """None for a value that is not an object."""
 
 
 def set_member(path: Path, keys: Sequence[str], value: object) -> None:
@@ -98,7 +98,7 @@ def _rewrite(path: Path, edit: Callable[[str], str], change: Callable[[dict[str,
     if decode_json5(edited, path) != expected:
         raise ConfigError(
             f"The config file {str(path)!r} could not be changed safely.",
-            "Change it by hand.",
+            "Edit the file by hand.",
             file=str(path),
         )
     content = edited.encode()
@@ -109,7 +109,7 @@ def _rewrite(path: Path, edit: Callable[[str], str], change: Callable[[dict[str,
     except OSError as error:
         raise ConfigError(
             f"The config file {str(path)!r} could not be written: {error.strerror}.",
-            "Change it by hand, or where it is kept.",
+            "Check the permissions of the file and its directory, or change it by hand.",
             file=str(path),
         ) from error
 

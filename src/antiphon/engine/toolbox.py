@@ -1,8 +1,8 @@
 """Tools as the engine sees them: a schema, and a function from a request to an output.
 
-How a call is handled after a crash is part of a tool's definition. `settle` tools are our own: repeated with the same
-key, they have at most one effect. Every other tool acts on systems we do not control, so a call that may have happened
-is reported to the model as interrupted and never repeated.
+How a call is handled after a crash is part of a tool's definition. `settle` tools are built in: repeated with the same
+key, they have at most one effect. Every other tool acts on systems that Antiphon does not control, so a call that may
+have happened is reported to the model as interrupted and never repeated.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 Drain = Callable[[int], Awaitable[bool | None]]
-"""Works a lane off until the database has no more work for it. Returns True if it stopped early and more is left."""
+"""Executes the runs of a lane until the database has no more. Returns True if it stopped early and more are left."""
 
 HasWaitingWork = Callable[[int], Awaitable[bool]]
 """Whether the database has work for a lane that no process is running."""

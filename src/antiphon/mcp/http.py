@@ -1,8 +1,8 @@
 """The HTTP transport: a client that is bounded, and that leaves the origin of its server only for public addresses.
 
-The operator has chosen the server's address, so it may be local. Where else a server sends us, such as to an
-authorization server, must be on the public internet, unless the server itself is not. A request that fails becomes an
-error of that request: the library would otherwise close the whole connection, and cancel the task that opened it.
+The operator has chosen the server's address, so it may be local. Any other address that a server refers to, such as
+that of its authorization server, must be public, unless the server's own is not. A request that fails becomes an error
+of that request; otherwise the library would close the whole connection, and cancel the task that opened it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNSENT_ERRORS = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout
 
 
 class RefusedAddress(httpx2.ConnectError):
-    """A server sends us to an address that is not public."""
+    """A server refers to an address that is not public."""
 
 
 class HttpTransport:
@@ -156,19 +156,19 @@ class _BoundedStream(httpx2.AsyncByteStream):
     """The body of an answer, up to a size and a time. What goes wrong is an error that the library expects."""
 
     def __init__(
-        self, stream: httpx2.AsyncByteStream, most_bytes: int | None, most_seconds: float | None
+        self, stream: httpx2.AsyncByteStream, max_bytes: int | None, max_seconds: float | None
     ) -> None:
         self._stream = stream
-        self._most_bytes = most_bytes
-        self._until = None if most_seconds is None else time.monotonic() + most_seconds
+        self._max_bytes = max_bytes
+        self._until = None if max_seconds is None else time.monotonic() + max_seconds
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         size = 0
         try:
             async for chunk in self._stream:
                 size += len(chunk)
-                if self._most_bytes is not None and size > self._most_bytes:
-                    raise httpx2.StreamError(f"the answer has more than {self._most_bytes} bytes")
+                if self._max_bytes is not None and size > self._max_bytes:
+                    raise httpx2.StreamError(f"the answer has more than {self._max_bytes} bytes")
                 if self._until is not None and time.monotonic() > self._until:
                     raise httpx2.StreamError("the answer took too long")
                 yield chunk

@@ -1,6 +1,6 @@
 """What servers say about themselves, bounded: their tools, their instructions, and the file that remembers both.
 
-Everything here comes from programs that nobody has vetted. Texts are cut and cleaned, and a tool whose schema a
+Everything here comes from programs that have not been vetted. Texts are cut and cleaned, and a tool whose schema a
 provider would refuse is left out, since one refused tool would fail every run of its agent.
 """
 
@@ -93,7 +93,7 @@ def check_schema(raw: object) -> dict[str, Any]:
         raise ValueError(f"has {size} bytes; at most {MAX_SCHEMA_BYTES} are taken")
     schema = cast("dict[str, Any]", raw)
     if schema.get("type", "object") != "object":
-        raise ValueError("is not one of an object")
+        raise ValueError("does not describe an object")
     kept: dict[str, Any] = {name: value for name, value in schema.items() if name not in _UNSUPPORTED_AT_TOP}
     properties = cast("dict[str, Any]", schema.get("properties") or {})
     shaped: dict[str, Any] = {**kept, "type": "object", "properties": properties}
@@ -105,7 +105,7 @@ def check_schema(raw: object) -> dict[str, Any]:
 
 
 def _check_node(node: object, level: int) -> None:
-    """Check that a part of a schema is one."""
+    """Check that a part of a schema is a schema."""
     if level > MAX_SCHEMA_LEVELS:
         raise ValueError("is nested too deeply")
     if isinstance(node, bool):

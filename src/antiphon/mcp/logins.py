@@ -1,4 +1,4 @@
-"""Where the logins of servers are, and how to forget a server. This does not import the library, unlike `oauth`."""
+"""Locates the login files of servers, and forgets a server. This does not import the library, unlike `oauth`."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ class OAuthSession(OAuthClientProvider):
         return self._log_in(request) if self._is_interactive else self._use_login_or_refuse(request)
 
     async def _log_in(self, request: httpx2.Request) -> AsyncGenerator[httpx2.Request, httpx2.Response]:
-        """The library's flow, which asks a person, and then stores where the tokens came from."""
+        """Run the library's flow, which asks a person, and then store where the tokens came from."""
         flow = super()._auth_flow(request)
         try:
             outgoing = await flow.__anext__()

@@ -34,7 +34,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
 
 
 async def probe_server(state_dir: Path, name: str, config: McpServerConfig) -> ProbeResult:
-    """Connect to a server as a gateway does, list its tools, and disconnect. What it says is remembered."""
+    """Connect to a server as a gateway does, list its tools, and disconnect. The answer is stored."""
     processes = ChildProcesses(state_dir, "mcp", adopts=False)
     surroundings = ServerSurroundings(state_dir=state_dir, clock=SystemClock(), processes=processes)
     actor = ServerActor(name, config, surroundings, lambda: None)

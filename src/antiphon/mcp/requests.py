@@ -1,4 +1,4 @@
-"""What is known of a request that has no answer: whether the server can have acted on it."""
+"""Tracks requests that get no answer: whether the server can have acted on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_MESSAGE_BYTES = MAX_LINE_BYTES
 KEY_META_NAME = "antiphon/idempotencyKey"
 """The name in `_meta` of a call's key: the same key means the same call."""
 NOT_SENT_CODE, NO_ANSWER_CODE, NEEDS_LOGIN_CODE = -32098, -32097, -32096
-"""Codes of errors that this side makes up for a request over HTTP that got no answer, or needs a login."""
+"""Codes of the errors that take the place of a missing answer to a request over HTTP, or ask for a login."""
 MAX_RECORDED_REQUESTS = 10_000
 
 

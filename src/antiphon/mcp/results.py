@@ -1,4 +1,4 @@
-"""What a server answers, as the model reads it: bounded text, and images as images."""
+"""Formats the answers of servers for the model: bounded text, and images as images."""
 
 from __future__ import annotations
 

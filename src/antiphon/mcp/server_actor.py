@@ -73,13 +73,13 @@ class WrapCommand(Protocol):
 
 
 class ServerSurroundings(msgspec.Struct, frozen=True, kw_only=True):
-    """What all servers share."""
+    """The parts that all servers share."""
 
     state_dir: Path
     clock: Clock
     processes: ChildProcesses
     wrap_command: WrapCommand | None = None
-    """None where there are no sessions, such as in a command of the terminal."""
+    """None where there are no sessions, as in a command such as `antiphon mcp test`."""
     find_sandbox: Callable[[Caller], str] = lambda _caller: ""
     """Returns what identifies the sandbox of a session."""
 
@@ -193,13 +193,13 @@ class ServerActor:
     # --- connections ---
 
     async def try_connect(self, seconds: float) -> None:
-        """Connect, and wait for it at most this long. The state says what became of it."""
+        """Connect, and wait for it at most this long. The state shows whether it succeeded."""
         opening = asyncio.ensure_future(self._require_session(HOST_SCOPE, None))
         opening.add_done_callback(_ignore_result)
         await asyncio.wait([opening], timeout=seconds)
 
     def should_retry_now(self) -> bool:
-        """Whether a run is to try an unusable server again: it fails fast, or somebody has logged in."""
+        """Whether a run is to try an unusable server again: it fails fast, or a new login was stored."""
         if self.state == "needs_auth":
             return self._read_login_version() != self._failed_login_version
         return self._failed_fast
@@ -331,7 +331,7 @@ class ServerActor:
     def _fail(
         self, scope: str, reason: str, began: float, error: Exception, *, needs_login: bool = False
     ) -> ServerSession:
-        """Note that a connection could not be made.
+        """Record that a connection could not be made.
 
         Raises:
             McpServerUnavailable: always.
@@ -370,7 +370,7 @@ class ServerActor:
             self._retry = None
 
     def _handle_closed(self, session: ServerSession, reason: str) -> None:
-        """Note that the server has gone. The next call opens the connection again."""
+        """Record that the connection has ended. The next call opens it again."""
         connection = self._connections.get(HOST_SCOPE)
         if connection is not None and connection.session is session and self.state == "ready":
             log.info(

@@ -1,4 +1,4 @@
-"""All configured MCP servers: their tools in the toolbox, what a run is told about them, and their states.
+"""All configured MCP servers: their tools in the toolbox, their part of a prompt, and their states.
 
 Nothing here waits for a server while the gateway starts. The tools of a server are those that it listed last; a server
 that has never been used is connected in the background, or by the first run that may use it.
@@ -191,7 +191,7 @@ class McpServers:
 
 
 def build_tool(actor: ServerActor, offer: Offer) -> Tool:
-    """Return a tool of a server as one of ours."""
+    """Return a tool of a server as a tool of the engine."""
     tool, config = offer.tool, actor.config
     only_reads = config.trust and tool.only_reads
     return Tool(
@@ -257,7 +257,7 @@ def describe_known_servers(config: Config, state_dir: Path) -> list[dict[str, An
 
 
 def build_known_tools(config: Config, state_dir: Path) -> list[Tool]:
-    """Return the tools that the servers listed last, to be explained and not called. Blocks."""
+    """Return the tools that the servers listed last, for explanations; they cannot be called. Blocks."""
     records = {known.name: known.record for known in load_known_servers(config, state_dir)}
     listings: dict[str, Listing] = {
         name: record.listing for name, record in records.items() if record.listing is not None

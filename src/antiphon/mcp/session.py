@@ -1,8 +1,8 @@
 """One connection to a server: a task that opens it, keeps its list of tools up to date, and closes it.
 
 The library closes a broken connection by cancelling the task that opened it. That task belongs to the connection alone;
-calls are made by others, and a cancellation that nobody asked for becomes an error of the call. This module imports the
-library, which takes a second, so it is itself imported in a thread when the first server is used.
+calls are made by others, and a cancellation that they did not ask for becomes an error of the call. This module imports
+the library, which takes a second, so it is itself imported in a thread when the first server is used.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ REFRESH_INTERVAL_SECONDS = (
     1.0  # at most one new list of tools in this time, however often it is said to have changed
 )
 SUBSCRIBE_RETRY_SECONDS = 5.0
-SESSION_ENDED_TEXT = "Session terminated"  # how the library words that the server has forgotten the session
+SESSION_ENDED_TEXT = "Session terminated"  # the library's text if the server has forgotten the session
 
 
 class ConnectionFailed(Exception):
@@ -281,7 +281,7 @@ class ServerSession:
 
 
 class _Abandoned(Exception):
-    """Work was cancelled that nobody asked to cancel."""
+    """Work was cancelled without a request by its caller."""
 
 
 async def _contain_cancellation(work: Coroutine[Any, Any, T]) -> T:
@@ -338,7 +338,7 @@ def _read_tool(tool: mcp_types.Tool) -> RawTool:
 
 
 def _describe_stdio_end(transport: StdioTransport, reason: str) -> str:
-    """Return why a stdio server cannot be used, with the last words of the program."""
+    """Return why a stdio server cannot be used, with the last line that the program printed."""
     if transport.fault is not None:
         return transport.fault
     said = transport.errors.last_line
@@ -346,7 +346,7 @@ def _describe_stdio_end(transport: StdioTransport, reason: str) -> str:
 
 
 def describe_failure(error: BaseException) -> tuple[str, bool]:
-    """Return why a connection failed, and whether a login is needed. Errors come in groups within groups."""
+    """Return why a connection failed, and whether a login is needed. Errors may be in nested groups."""
     leaves = list(_list_leaves(error))
     described = [(_describe_error(leaf), leaf) for leaf in leaves]
     for reason, leaf in described:

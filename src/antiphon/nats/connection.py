@@ -365,7 +365,7 @@ async def _try_flush(client: Client) -> bool:
 
 
 async def _close_client(client: Client) -> None:
-    """Closes a client for good, whatever its state."""
+    """Closes a client permanently, whatever its state."""
     with suppress(Exception):
         async with asyncio.timeout(NATS_CLOSE_TIMEOUT_SECONDS):
             await client.close()
@@ -387,7 +387,7 @@ def _explain_connect_error(address: str, error: Exception) -> BusError:
     where = f"The NATS server at {_strip_credentials(address)}"
     if any(word in str(error).lower() for word in AUTHORIZATION_ERROR_WORDS):
         return BusError(
-            f"{where} does not accept our credentials.", "Check the credentials in `bus`.", final=True
+            f"{where} does not accept the credentials.", "Check the credentials in `bus`.", final=True
         )
     if NOT_ENCRYPTED_MESSAGE in str(error):
         return BusError(

@@ -48,8 +48,8 @@ BLOCK_BYTES = 64
 MIN_SECRET_CHARACTERS = 8
 """Shortest key or header that is looked for in a model's name; shorter ones occur in ordinary names."""
 
-_EVENT_END = re.compile(rb"\n\r?\n|\r\r")
-_MODEL_NAME = re.compile(r"[A-Za-z0-9./_~@][A-Za-z0-9./_~@:+-]{0,127}")
+_EVENT_END_PATTERN = re.compile(rb"\n\r?\n|\r\r")
+_MODEL_NAME_PATTERN = re.compile(r"[A-Za-z0-9./_~@][A-Za-z0-9./_~@:+-]{0,127}")
 
 
 class HttpReader(ABC):
@@ -114,7 +114,7 @@ class HttpReader(ABC):
         secrets = (self._spec.api_key, *self._spec.headers.values())
         if (
             reported is None
-            or not _MODEL_NAME.fullmatch(reported)
+            or not _MODEL_NAME_PATTERN.fullmatch(reported)
             or any(
                 len(secret) >= MIN_SECRET_CHARACTERS and secret in reported for secret in secrets if secret
             )
@@ -305,7 +305,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
     def _find_event_ends(self, held: bytearray, searched: int) -> Generator[int]:
         """Yields how many bytes to hand over: complete events of about `PIECE_BYTES` together."""
         done = 0
-        while found := _EVENT_END.search(held, searched):
+        while found := _EVENT_END_PATTERN.search(held, searched):
             searched = found.end()
             self._check_lines(held, done, searched)
             done = searched

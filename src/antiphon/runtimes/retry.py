@@ -41,7 +41,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 def iterate_attempts(retry_policy: RetryPolicy) -> AsyncIterator[stamina.Attempt]:
     """Yields the attempts at one request as context managers; the last one raises."""
-    import stamina  # noqa: PLC0415 - came with the reader
+    import stamina  # noqa: PLC0415 - imported with the reader
 
     _install_retry_hook()
 

@@ -398,6 +398,6 @@ def _write_mark(folder: Path, since: int) -> None:
 
 
 def remove_mark(folder: Path) -> None:
-    """Removes the mark when mirroring is disabled: files of sessions deleted meanwhile stay for good."""
+    """Removes the mark when mirroring is disabled: files of sessions deleted meanwhile are never removed."""
     with suppress(OSError):  # usually it does not exist
         (folder / MARK_FILE_NAME).unlink()

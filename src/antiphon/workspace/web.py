@@ -138,7 +138,7 @@ class WebClient:
 
     async def _request(self, url: str) -> tuple[FetchedPage, str | None]:
         """Return the answer, and where it redirects to."""
-        import httpx2  # noqa: PLC0415 - came with `fetch`
+        import httpx2  # noqa: PLC0415 - imported by `fetch`
 
         host, port, scheme = _split_url(url)
         address = await self._choose_address(host, port)

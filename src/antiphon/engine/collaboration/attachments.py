@@ -448,7 +448,7 @@ def _create_file(directory: int, name: str, content: bytes) -> None:
 
 
 def _publish_draft(place: int, part: str, folder: str, draft: int) -> None:
-    """Rename the draft and check that it is the directory we wrote to: an agent may have replaced it."""
+    """Rename the draft and check that it is still the directory that was written: an agent may have replaced it."""
     os.rename(part, folder, src_dir_fd=place, dst_dir_fd=place)
     named = os.stat(folder, dir_fd=place, follow_symlinks=False)
     if not os.path.samestat(named, os.fstat(draft)):

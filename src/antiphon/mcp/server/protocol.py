@@ -126,7 +126,7 @@ async def serve_request(server: Server[Any], body: bytes, scope: Scope, receive:
 
 
 def _names_session(headers: Headers) -> bool:
-    """Whether the client believes to have a session. None is ever opened, so it was opened by another server."""
+    """Whether the client believes that it has a session. None is ever opened, so it was opened by another server."""
     version = headers.get(MCP_PROTOCOL_VERSION_HEADER)
     is_handshake_era = version is None or version in HANDSHAKE_PROTOCOL_VERSIONS
     return is_handshake_era and "mcp-session-id" in headers

@@ -1,6 +1,6 @@
 """Carries MCP between standard input and output and the `/mcp` of a gateway.
 
-Messages pass unchanged in both directions; only the headers that HTTP wants are added. So a program that starts
+Messages pass unchanged in both directions; only the headers that HTTP requires are added. So a program that starts
 `antiphon mcp serve` gets what the gateway offers, in either generation of the specification, and the gateway may be
 restarted meanwhile. Nothing of MCP is imported here, so it starts fast.
 
@@ -70,7 +70,7 @@ class StdioBridge:
         input_fd: int = 0,
         output_fd: int = 1,
     ) -> None:
-        """`report` is told about each failure to reach a gateway, which clients often do not show."""
+        """`report` is called with each failure to reach a gateway, which clients often do not show."""
         self._find_endpoints = find_endpoints
         self._endpoints: Sequence[Endpoint] = ()
         self._identity = {} if session_key is None else {SESSION_KEY_HEADER: quote(session_key, safe=":@")}
