@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from antiphon.config.agents import LoopDetectionSettings
 from antiphon.engine.runs.loop_detection import CallRecord, RepeatedCalls, count_repeats, decide_repeat
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import ConfigError
-from antiphon.messages import AssistantMessage, TextBlock, ToolCall, ToolResult
+from antiphon.messages import AssistantMessage, ImageBlock, TextBlock, ToolCall, ToolResult
 from antiphon.runtimes import Prompt
 from support.app_fixture import make_answer, make_tool, make_tool_calls, open_app_fixture
 
@@ -141,6 +142,18 @@ async def test_without_the_setting_calls_are_repeated_as_the_model_likes(tmp_pat
 
     async with open_app_fixture(tmp_path, agent, tools=[make_tool("work", work)], max_steps=50) as app:
         assert (await app.ask("go")).state == "ok"
+
+
+def test_a_picture_that_changes_is_another_result() -> None:
+    """Such as a screenshot of a page that is being worked on, whose text says only that it is one."""
+    repeated = RepeatedCalls(SMALL)
+    for number in range(10):
+        call = make_call(number, "a")
+        assert repeated.find_refusal(call) is None
+        result = make_result(call, ToolOutput(text="[An image.]"))
+        image = ImageBlock(data=f"iVBORw0K{number:04}", mime_type="image/png")
+        result = msgspec.structs.replace(result, content=[*result.content, image])
+        assert repeated.record(call, result) is result
 
 
 def test_an_interrupted_run_goes_on_counting() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 
 from antiphon.engine.toolbox import ToolOutput
-from antiphon.messages import AssistantMessage, Message, TextBlock, ToolCall, ToolResult
+from antiphon.messages import AssistantMessage, ImageBlock, Message, TextBlock, ToolCall, ToolResult
 
 if TYPE_CHECKING:
     from antiphon.config.agents import LoopDetectionSettings
@@ -100,18 +100,21 @@ class RepeatedCalls:
     def _append(self, call: ToolCall, result: ToolResult) -> None:
         digest = _digest_call(call)
         earlier = (record.result for record in reversed(self._history) if record.call == digest)
-        # A refused call would have had the same result as before. A note comes after the first block.
+        # A refused call would have had the same result as before.
         last = next(earlier, None) if result.details == _REFUSED_DETAILS else None
-        first = next((block.text for block in result.content if isinstance(block, TextBlock)), "")
-        self._history.append(CallRecord(digest, last or _digest_text(first)))
+        self._history.append(CallRecord(digest, last or _digest_result(result)))
 
 
 def _digest_call(call: ToolCall) -> bytes:
     return _digest(msgspec.json.encode((call.name, call.arguments), order="deterministic"))
 
 
-def _digest_text(text: str) -> bytes:
-    return _digest(_DURATION_PATTERN.sub("", text).encode("utf-8", "replace"))
+def _digest_result(result: ToolResult) -> bytes:
+    """Return a digest of the first text, since a note may follow, and of all images."""
+    text = next((block.text for block in result.content if isinstance(block, TextBlock)), "")
+    parts = [_DURATION_PATTERN.sub("", text).encode("utf-8", "replace")]
+    parts += [block.data.encode() for block in result.content if isinstance(block, ImageBlock)]
+    return _digest(b"".join(map(_digest, parts)))
 
 
 def _digest(data: bytes) -> bytes:
