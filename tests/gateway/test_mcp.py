@@ -273,10 +273,11 @@ async def test_transcripts_are_resources_in_pages(
             f"antiphon://elsewhere/{MAIN}/history",
             "antiphon://sessions/agent:main:nobody/history",
             "file:///etc/passwd",
+            "antiphon://[",
             f"antiphon://sessions/{MAIN}/history?path=x",
             f"antiphon://sessions/{MAIN}/history?limit=many",
         ):
-            with pytest.raises(MCPError):
+            with pytest.raises(MCPError, match=r"no resource|not found|not a parameter|limit"):
                 await client.read_resource(wrong)
 
 

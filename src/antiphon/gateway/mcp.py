@@ -286,7 +286,10 @@ def _build_resource(row: Mapping[str, Any]) -> Resource:
 
 def _parse_history_uri(uri: str) -> dict[str, Any]:
     """Return the arguments of `sessions_history` for the URI of a transcript."""
-    parts = urlsplit(uri)
+    try:
+        parts = urlsplit(uri)
+    except ValueError:
+        raise _build_resource_missing_error(uri) from None
     segments = parts.path.split("/")
     if (parts.scheme, parts.netloc, segments[0], segments[2:]) != ("antiphon", "sessions", "", ["history"]):
         raise _build_resource_missing_error(uri)
