@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -413,6 +414,34 @@ async def test_a_program_runs_in_the_sandbox_of_a_sandboxed_session(tmp_path: Pa
         assert on_host["namespace"] not in {facts["namespace"] for facts in inside}
         (described,) = client.servers.describe()
         assert described["connections"] == 3
+
+
+@pytest.mark.requirement("B2")
+async def test_the_variables_of_a_sandboxed_program_are_not_shown_to_all_users(tmp_path: Path) -> None:
+    """As arguments, which every user of the host can list, they would be."""
+    key = 'it\'s a "key" with $HOME\nand ünicode'
+    script = SCRIPTED_SERVER_FILE.read_text()
+    server = {
+        "command": "/usr/bin/python3",
+        "args": ["-I", "-S", "-c", script, "plain"],
+        "env": {"API_KEY": key, "not.a-name": "x"},
+    }
+    agents = {"defaults": {"sandbox": {"mode": "all"}}}
+    async with open_client(tmp_path, {"s": server}, agents=agents) as client:
+        await client.prepare()
+        sandboxed = Caller.agent("main", "agent:main:main", sandboxed=True)
+        facts = json.loads((await client.call("mcp__s__look", caller=sandboxed, file="/")).text)
+        assert facts["directory"] == "/workspace"
+        assert facts["key"] == key
+        assert key.encode() not in await asyncio.to_thread(read_all_arguments)
+
+
+def read_all_arguments() -> bytes:
+    shown = b""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            shown += (process / "cmdline").read_bytes()
+    return shown
 
 
 async def test_a_server_makes_room_for_sandboxes_only_where_nothing_is_under_way(

@@ -82,6 +82,7 @@ def call_tool(params: Json) -> Json:
             "namespace": str(Path("/proc/self/ns/pid").readlink()),
             "directory": str(Path.cwd()),
             "pid": os.getpid(),
+            "key": os.environ.get("API_KEY"),
         }
         text = json.dumps({**facts, "seesFile": Path(params["arguments"]["file"]).exists()})
     if name == "echo":

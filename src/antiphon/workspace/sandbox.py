@@ -40,12 +40,14 @@ from antiphon.workspace.sandbox_backend import (
     ATTESTATION_SCRIPT,
     CANARY_VARIABLE,
     MOUNTS_VARIABLE,
+    VARIABLES_PLACEHOLDER,
     BackendFailed,
     SandboxBackend,
     SandboxedCommand,
     SandboxFault,
     check_bind_targets,
     check_mounts,
+    read_variables,
     set_variables,
 )
 from antiphon.workspace.sandbox_network import build_proxy_environment, find_python, open_proxy_first
@@ -159,18 +161,23 @@ class Sandboxes:
                 f"The sandbox {selected.backend.name!r} does not work: {error.fault.reason}.",
                 f"To fix it, {error.fault.cure}.",
             ) from None
-        if python is not None:
-            variables = {**build_proxy_environment(agent.sandbox.allow_hosts), **env}
-            command = open_proxy_first(set_variables(command, variables), python)
+        files: dict[str, bytes] = {}
+        if env and selected.backend.name == "bwrap":  # whose arguments stay visible
+            command, files[VARIABLES_PLACEHOLDER] = read_variables(command, env)
         else:
             command = set_variables(command, env)
+        if python is not None:
+            variables = build_proxy_environment(agent.sandbox.allow_hosts)
+            command = open_proxy_first(set_variables(command, variables), python)
         if selected.backend.name == "bwrap" and workspace.workspace.below:
             expected = numbers[WORKSPACE_MOUNT]
             command = ["/bin/sh", "-c", _CHECKED_START, "sh", WORKSPACE_MOUNT, expected, *command]
         wrapped = selected.backend.wrap(command, workspace.mounts, cwd=cwd, env={})
-        if python is None:
-            return wrapped
-        return msgspec.structs.replace(wrapped, allowed_hosts=agent.sandbox.allow_hosts)
+        return msgspec.structs.replace(
+            wrapped,
+            files={**wrapped.files, **files},
+            allowed_hosts=None if python is None else agent.sandbox.allow_hosts,
+        )
 
     async def explain_failed_start(self, caller: Caller, output: str) -> str | None:
         """Return why a command that failed could not be started, or None if its sandbox works.

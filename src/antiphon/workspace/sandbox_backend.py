@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import stat
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from antiphon.workspace.locations import (
     Mount,
 )
 
-ARGUMENTS_PLACEHOLDER, FILTER_PLACEHOLDER = "{arguments}", "{filter}"
+ARGUMENTS_PLACEHOLDER, FILTER_PLACEHOLDER, VARIABLES_PLACEHOLDER = "{arguments}", "{filter}", "{variables}"
 PROGRAM_DIRECTORIES = ("/usr/bin", "/bin", "/usr/sbin", "/sbin", "/usr/local/bin")
 READABLE_SYSTEM_FILES = (
     "/etc/ld.so.cache",
@@ -124,6 +125,19 @@ def set_variables(command: Sequence[str], env: Mapping[str, str]) -> Sequence[st
     if not env:
         return command
     return ["/usr/bin/env", "--", *(f"{name}={value}" for name, value in env.items()), *command]
+
+
+_START_WITH_VARIABLES = 'variables="/proc/self/fd/$1"; shift; . "$variables"'
+
+
+def read_variables(command: Sequence[str], env: Mapping[str, str]) -> tuple[Sequence[str], bytes]:
+    """Return a command that reads these variables from the descriptor of its placeholder, and what it reads there.
+
+    They may be secrets, and the arguments of a process can be seen by all users of the host.
+    """
+    words = ["exec", "/usr/bin/env", "--", *(f"{name}={value}" for name, value in env.items())]
+    content = os.fsencode(f'{shlex.join(words)} "$@"\n')
+    return ["/bin/sh", "-c", _START_WITH_VARIABLES, "sh", VARIABLES_PLACEHOLDER, *command], content
 
 
 def find_program(name: str, forbidden: Iterable[Path]) -> Path | None:
