@@ -1,10 +1,11 @@
-"""What the tools for work cost: commands, with and without a sandbox, files, and many commands at once.
+"""What the tools for work cost: commands, with and without a sandbox, files, many commands at once, and to have them.
 
     uv run python benchmarks/work.py            all of it, about a minute
     uv run python benchmarks/work.py --quick    small sizes
     uv run python benchmarks/work.py commands   only this part
 
-Each call is made as in a step of a run. `subprocess` in the same run is the yardstick for the machine.
+Each call is made as in a step of a run. `subprocess` in the same run is the yardstick for the machine. A turn that uses
+no tool is compared with one of an agent that has none, in turns, so that both see the same machine.
 """
 
 from __future__ import annotations
@@ -28,21 +29,25 @@ from antiphon.config import parse
 from antiphon.engine.runs.command_rows import COMMAND_END_KIND
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.messages import UserMessage, decode_message
+from antiphon.operations.types import IncomingMessage
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
 from antiphon.workspace.keeper_client import KEEPER_DIRECTORY_NAME
 from figures import Figure, at_least, at_most, main, timed
+from gateway import temporary
 
 OPERATOR = Caller.operator()
 MAIN = Caller.agent("main", "agent:main:main")
-COUNTS = {"commands": 200, "reads": 100, "background": 100}
-QUICK = {"commands": 40, "reads": 30, "background": 20}
+COUNTS = {"commands": 200, "reads": 100, "background": 100, "turns": 400}
+QUICK = {"commands": 40, "reads": 30, "background": 20, "turns": 80}
 IN_SANDBOX: dict[str, Any] = {"agents": {"list": [{"id": "main", "default": True}]}}
 ON_GATEWAY: dict[str, Any] = {
     **IN_SANDBOX,
     "tools": {"exec": {"host": "gateway", "security": "full", "ask": "off"}},
 }
+WITHOUT_TOOLS: dict[str, Any] = {**IN_SANDBOX, "tools": {"deny": ["*"]}}
 MAX_WAIT_SECONDS = 120.0
+MAX_SLOWER_PERCENT = 10.0
 
 
 async def instant(prompt: Prompt) -> str:
@@ -71,14 +76,17 @@ async def call(opened: App, tool: str, **arguments: Any) -> ToolOutput:
     return result
 
 
-async def run_true() -> None:
-    process = await asyncio.create_subprocess_exec("/bin/true")
-    await process.wait()
+async def run_program(*command: str) -> None:
+    process = await asyncio.create_subprocess_exec(*command)
+    assert await process.wait() == 0
 
 
 async def commands(counts: dict[str, int]) -> list[Figure]:
-    plain = statistics.median(await timed(run_true, counts["commands"]))
-    figures = [at_most("subprocess: true, p50", plain, "ms", 1000)]
+    figures: list[Figure] = []
+    bare = ("bwrap", "--unshare-pid", "--unshare-net", "--ro-bind", "/", "/", "/bin/true")
+    for name, words in (("true", ("/bin/true",)), ("true in a bare bwrap", bare)):
+        times = await timed(lambda words=words: run_program(*words), counts["commands"])
+        figures.append(at_most(f"subprocess: {name}, p50", statistics.median(times), "ms", 1000))
     for name, settings, most in (("plain", ON_GATEWAY, 6), ("in bwrap", IN_SANDBOX, 20)):
         with tempfile.TemporaryDirectory() as folder:
             async with hosted(Path(folder), settings) as opened:
@@ -118,8 +126,44 @@ async def background(counts: dict[str, int]) -> list[Figure]:
                 at_least(
                     "background commands reported once", sum(n == 1 for n in notes.values()), "", len(keys)
                 ),
-                at_most("resident memory of the keeper", keeper.memory_info().rss / 1e6, "MB", 25),
+                at_most("resident memory of the keeper after them", keeper.memory_info().rss / 1e6, "MB", 25),
             ]
+
+
+async def turns(counts: dict[str, int]) -> list[Figure]:
+    """Time turns that use no tool, of an agent that has all of them and of one that has none, one after the other."""
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        async with hosted(Path(one), IN_SANDBOX) as equipped, hosted(Path(other), WITHOUT_TOOLS) as bare:
+            times: dict[int, list[float]] = {0: [], 1: []}
+            for _ in range(counts["turns"]):
+                for number, opened in enumerate((equipped, bare)):
+                    times[number] += await timed(lambda opened=opened: take_turn(opened), 1)
+            with_tools, without = (statistics.median(times[number]) for number in (0, 1))
+            return [
+                at_most("turn of an agent without tools, p50", without, "ms", 25),
+                at_most("turn of an agent with tools, p50", with_tools, "ms", 25),
+                at_most("… slower by", (with_tools / without - 1) * 100, "%", MAX_SLOWER_PERCENT),
+            ]
+
+
+async def take_turn(opened: App) -> None:
+    message = IncomingMessage(session="agent:main:main", content="hello")
+    accepted = await opened.operations.messages.submit(OPERATOR, message)
+    ended = await opened.operations.runs.wait(OPERATOR, accepted.run_id, MAX_WAIT_SECONDS)
+    assert ended.state == "ok", ended.error
+
+
+async def memory(counts: dict[str, int]) -> list[Figure]:
+    """Weigh a gateway in a process of its own that has nothing to do, and a keeper that has run one command."""
+    async with temporary(IN_SANDBOX) as gateway:
+        figures = [
+            at_most("resident memory of an idle gateway", gateway.process.memory_info().rss / 1e6, "MB", 80)
+        ]
+    with tempfile.TemporaryDirectory() as folder:
+        async with hosted(Path(folder), ON_GATEWAY) as opened:
+            await call(opened, "exec", command="true")
+            idle = find_keeper(Path(folder)).memory_info().rss / 1e6
+    return [*figures, at_most("resident memory of an idle keeper", idle, "MB", 25)]
 
 
 async def start_in_background(opened: App, key: str) -> None:
@@ -151,7 +195,7 @@ def find_keeper(state_dir: Path) -> psutil.Process:
     raise AssertionError("no keeper runs")
 
 
-PARTS = {"commands": commands, "files": files, "background": background}
+PARTS = {"commands": commands, "files": files, "turns": turns, "background": background, "memory": memory}
 
 if __name__ == "__main__":
     main(__doc__, PARTS, COUNTS, QUICK)
