@@ -339,6 +339,10 @@ WORK: dict[str, tuple[Part, str]] = {
         "tools",
         "A sandbox that does not work at any moment runs nothing, and the refusal names the cure.",
     ),
+    "AT7": (
+        "tools",
+        "A session is called sandboxed only where a look from inside has proved it, for every tool and runtime.",
+    ),
     "AT8": ("tools", "The known causes of a sandbox that cannot start are told apart, each with its cure."),
     "AT9": (
         "tools",

@@ -386,7 +386,7 @@ async def test_a_server_that_prints_its_secret_tells_it_neither_models_nor_peopl
     assert "sk-0123456789" not in prompt + str(described) + read_record(tmp_path) + caplog.text
 
 
-@pytest.mark.requirement("B2")
+@pytest.mark.requirement("B2", "AT7")
 async def test_a_program_runs_in_the_sandbox_of_a_sandboxed_session(tmp_path: Path) -> None:
     """One process per sandbox, which sees nothing of the host; where no sandbox works, none is started."""
     state = tmp_path / "state"

@@ -11,7 +11,7 @@ from antiphon.config import parse
 from support.agents_fixture import make_agents_config, open_agents_fixture
 from support.app_fixture import MAIN
 
-pytestmark = pytest.mark.requirement("B2")
+pytestmark = pytest.mark.requirement("B2", "AT7")
 
 FUNCTION: dict[str, Any] = {
     "id": "main",

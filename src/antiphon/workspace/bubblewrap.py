@@ -20,6 +20,7 @@ from antiphon.workspace.sandbox_backend import (
     ARGUMENTS_PLACEHOLDER,
     COMMAND_ENVIRONMENT,
     FILTER_PLACEHOLDER,
+    HOST_FILES_FAULT,
     READABLE_SYSTEM_FILES,
     BackendFailed,
     ResourceLimits,
@@ -28,6 +29,7 @@ from antiphon.workspace.sandbox_backend import (
     find_attestation_fault,
     find_program,
     set_variables,
+    shows_host_files,
 )
 
 SANDBOX_UID = 1000  # inside a user namespace; without one, the configured user keeps its number
@@ -133,9 +135,10 @@ class Bubblewrap:
 
     def find_fault(self, attestation: str, mounts: Mapping[str, str]) -> str | None:
         """Return what the attestation shows to be wrong, or None if the sandbox is isolated."""
-        return find_attestation_fault(
+        fault = find_attestation_fault(
             attestation, mounts, gateway_is_root=self._is_root, init_names=_INIT_NAMES
         )
+        return fault or (HOST_FILES_FAULT if shows_host_files(attestation) else None)
 
     def explain_failure(self, output: str) -> SandboxFault:
         """Return why a sandbox could not be started."""

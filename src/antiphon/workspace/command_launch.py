@@ -93,11 +93,12 @@ class CommandLauncher:
     async def _examine(self) -> None:
         affected: dict[str, list[str]] = {}
         for agent_id in self._config.agent_ids:
-            settings = self._config.get_agent(agent_id).exec
-            if settings.security == "deny":
-                continue
-            if settings.host == "sandbox":
+            agent = self._config.get_agent(agent_id)
+            runs_commands = agent.exec.security != "deny"
+            if agent.sandbox.mode != "off" or (runs_commands and agent.exec.host == "sandbox"):
                 await self._sandboxes.find_status(agent_id)
+            if not runs_commands:
+                continue
             if reason := self.explain_unavailable(agent_id):
                 affected.setdefault(reason, []).append(agent_id)
         for reason, agent_ids in affected.items():

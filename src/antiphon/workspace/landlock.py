@@ -21,12 +21,14 @@ from antiphon.workspace.sandbox_backend import (
     ARGUMENTS_PLACEHOLDER,
     CANARY_VARIABLE,
     COMMAND_ENVIRONMENT,
+    HOST_FILES_FAULT,
     READABLE_SYSTEM_FILES,
     BackendFailed,
     ResourceLimits,
     SandboxedCommand,
     SandboxFault,
     read_attestation,
+    shows_host_files,
 )
 
 _READABLE_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", *READABLE_SYSTEM_FILES)
@@ -106,6 +108,7 @@ class Landlock:
                 "it has no system call filter": facts["Seccomp"] != "2",
                 "it can open sockets": facts["sockets"] != "refused",
                 "it can read the state directory": facts["canary"] != "hidden",
+                HOST_FILES_FAULT: shows_host_files(attestation),
                 "it can change kernel settings": facts["sysctl"] != "read-only",
             }
         except (KeyError, ValueError):

@@ -214,6 +214,7 @@ read -r name < /proc/1/comm; echo "init: $name"
 routes=0; while read -r line; do routes=$((routes + 1)); done < /proc/net/route; echo "routes: $routes"
 if { true < "$CANARY"; } 2>/dev/null; then echo "canary: readable"; else echo "canary: hidden"; fi
 for mount in $MOUNTS; do echo "mount $mount: $(stat -c %d:%i "$mount" 2>&1)"; done
+if { true < /etc/passwd; } 2>/dev/null; then echo "accounts: readable"; else echo "accounts: hidden"; fi
 if [ -w /proc/sys/kernel/core_pattern ]; then echo "sysctl: writable"; else echo "sysctl: read-only"; fi
 """
 """Reports what a sandbox can see, when it is run inside.
@@ -222,9 +223,20 @@ if [ -w /proc/sys/kernel/core_pattern ]; then echo "sysctl: writable"; else echo
 """
 
 
+HOST_FILES_FAULT = "it can read files of the host"
+
+
 def read_attestation(output: str) -> dict[str, str]:
     """Return the facts that the attestation reports."""
     return dict(line.split(": ", 1) for line in output.splitlines() if ": " in line)
+
+
+def shows_host_files(attestation: str) -> bool:
+    """Whether a sandbox without files of its own shows a file of the host that every user may read.
+
+    That the state directory is hidden proves less: its permissions keep other users out of it.
+    """
+    return read_attestation(attestation).get("accounts") != "hidden"
 
 
 def find_attestation_fault(
