@@ -782,7 +782,7 @@ async def test_compacting_separates_no_call_from_its_result_and_keeps_an_earlier
     async with open_app_fixture(tmp_path, echo) as app:
         for keep, (first, kept) in expected.items():
             key = f"agent:main:dashboard:{keep}"
-            # 1–5 are summarised by 11, which does not count.
+            # 1–5 are summarized by 11, which does not count.
             await fill(app, key, *turn, *turn, summary, *turn)
             view = await app.operations.transcripts.compact(OPERATOR, key, keep=keep)
             entry = (await app.transcript(key))[-1]

@@ -21,7 +21,7 @@ from antiphon.keys import (
     SessionIdRef,
     SessionKey,
     SessionKind,
-    canonicalise,
+    canonicalize,
     direct_key,
     display_key,
     group_key,
@@ -192,7 +192,7 @@ def test_only_what_is_ambiguous_is_escaped(key: SessionKey, text: str) -> None:
 @pytest.mark.requirement("K5")
 def test_names_are_lower_cased_and_ids_are_not() -> None:
     assert str(group_key("Main", "Telegram", "AbC")) == "agent:main:telegram:group:AbC"
-    assert canonicalise("AGENT:Main:Telegram:Group:AbC", agent_id="x") == group_key("main", "telegram", "AbC")
+    assert canonicalize("AGENT:Main:Telegram:Group:AbC", agent_id="x") == group_key("main", "telegram", "AbC")
     assert group_key("a", "t", "AbC") != group_key("a", "t", "aBc")
 
 
@@ -210,7 +210,7 @@ def test_names_are_lower_cased_and_ids_are_not() -> None:
 def test_stored_keys_have_one_spelling(text: str, stored: str) -> None:
     with pytest.raises(InvalidKey, match=re.escape(f"Write {stored!r}.")):
         parse(text)
-    assert str(canonicalise(text, agent_id="x")) == stored
+    assert str(canonicalize(text, agent_id="x")) == stored
 
 
 @pytest.mark.requirement("K1", "G32")
@@ -281,7 +281,7 @@ def test_length_is_bounded() -> None:
         owned_key("a", "cron", "x" * (MAX_KEY_CHARACTERS - prefix + 1))
     assert len(str(caught.value)) < 200
     with pytest.raises(InvalidKey, match="at most 512"):
-        canonicalise("x" * (MAX_KEY_CHARACTERS + 1), agent_id="a")
+        canonicalize("x" * (MAX_KEY_CHARACTERS + 1), agent_id="a")
 
 
 @pytest.mark.requirement("K2", "K4")
@@ -308,7 +308,7 @@ def test_length_is_bounded() -> None:
     ],
 )
 def test_references_that_are_keys(reference: str, stored: str) -> None:
-    assert canonicalise(reference, agent_id="helper") == parse(stored)
+    assert canonicalize(reference, agent_id="helper") == parse(stored)
 
 
 @pytest.mark.requirement("K2")
@@ -316,15 +316,15 @@ def test_references_that_are_keys(reference: str, stored: str) -> None:
     "reference", [UUID, UUID.upper(), "helper", "01J8ZC3M", "some:thing", "x:y:group:z", "main:x"]
 )
 def test_anything_else_is_looked_up_as_a_session_id(reference: str) -> None:
-    assert canonicalise(f" {reference} ", agent_id="a") == SessionIdRef(reference)
+    assert canonicalize(f" {reference} ", agent_id="a") == SessionIdRef(reference)
 
 
 @pytest.mark.requirement("K2", "G32")
 def test_current_is_the_callers_session() -> None:
     here = group_key("a", "irc", "#x")
-    assert canonicalise("current", agent_id="a", current=here) == here
+    assert canonicalize("current", agent_id="a", current=here) == here
     with pytest.raises(InvalidKey, match="Write 'main' or a key"):
-        canonicalise("current", agent_id="a")
+        canonicalize("current", agent_id="a")
 
 
 @pytest.mark.requirement("K3")
@@ -332,7 +332,7 @@ def test_current_is_the_callers_session() -> None:
 @pytest.mark.parametrize("scope", ["per-sender", "global"])
 def test_global_and_unknown_cannot_be_named(reference: str, scope: str) -> None:
     with pytest.raises(InvalidKey):
-        canonicalise(reference, agent_id="a", scope="global" if scope == "global" else "per-sender")
+        canonicalize(reference, agent_id="a", scope="global" if scope == "global" else "per-sender")
 
 
 @pytest.mark.requirement("K3")
@@ -340,7 +340,7 @@ def test_global_and_unknown_cannot_be_named(reference: str, scope: str) -> None:
     "reference", ["main", "work", "agent:a:main", "agent:b:main", "agent:b:Work", "current"]
 )
 def test_global_scope_has_one_main_session(reference: str) -> None:
-    found = canonicalise(
+    found = canonicalize(
         reference, agent_id="a", main_key="work", scope="global", current=SessionKey("a", "main")
     )
     assert found == GLOBAL_KEY == main_session_key("c", scope="global")
@@ -354,22 +354,22 @@ def test_global_scope_has_one_main_session(reference: str) -> None:
 @pytest.mark.requirement("K3")
 def test_global_scope_leaves_other_sessions_alone() -> None:
     for text in ("agent:a:irc:group:#x", "agent:a:cron:1", "agent:a:main:thread:5"):
-        assert str(canonicalise(text, agent_id="a", scope="global")) == text
+        assert str(canonicalize(text, agent_id="a", scope="global")) == text
 
 
 @pytest.mark.requirement("K2")
 def test_the_configured_main_key_is_another_name_for_main() -> None:
-    assert canonicalise("work", agent_id="a", main_key="work") == SessionKey("a", "main")
-    assert canonicalise("agent:b:work", agent_id="a", main_key="work") == SessionKey("b", "main")
-    assert canonicalise("main", agent_id="a", main_key="work") == SessionKey("a", "main")
-    assert canonicalise("work", agent_id="a") == SessionIdRef("work")
+    assert canonicalize("work", agent_id="a", main_key="work") == SessionKey("a", "main")
+    assert canonicalize("agent:b:work", agent_id="a", main_key="work") == SessionKey("b", "main")
+    assert canonicalize("main", agent_id="a", main_key="work") == SessionKey("a", "main")
+    assert canonicalize("work", agent_id="a") == SessionIdRef("work")
 
 
 @pytest.mark.requirement("K2", "G32")
 @settings(max_examples=150, deadline=None)
 @given(keys.filter(lambda key: key != GLOBAL_KEY), agents)
 def test_canonical_keys_are_accepted_unchanged(key: SessionKey, agent: str) -> None:
-    assert canonicalise(str(key), agent_id=agent) == key
+    assert canonicalize(str(key), agent_id=agent) == key
 
 
 @pytest.mark.requirement("K2", "K3")
@@ -378,7 +378,7 @@ def test_canonical_keys_are_accepted_unchanged(key: SessionKey, agent: str) -> N
 def test_what_is_displayed_is_accepted_back(key: SessionKey, viewer: str) -> None:
     scope = "global" if key == GLOBAL_KEY else "per-sender"
     shown = display_key(key, viewer_agent_id=viewer)
-    assert canonicalise(shown, agent_id=viewer, scope=scope) == key
+    assert canonicalize(shown, agent_id=viewer, scope=scope) == key
 
 
 @pytest.mark.requirement("K2", "K4", "G32")
@@ -388,13 +388,13 @@ def test_what_is_displayed_is_accepted_back(key: SessionKey, viewer: str) -> Non
     agents,
     st.sampled_from(["", "agent:a:", "irc:", "agent:a:irc:"]),
 )
-def test_canonicalise_is_idempotent(text: str, agent: str, prefix: str) -> None:
+def test_canonicalize_is_idempotent(text: str, agent: str, prefix: str) -> None:
     try:
-        first = canonicalise(prefix + text, agent_id=agent, current=SessionKey("a", "main"))
+        first = canonicalize(prefix + text, agent_id=agent, current=SessionKey("a", "main"))
     except InvalidKey:
         assume(False)
         return
-    again = canonicalise(first.value if isinstance(first, SessionIdRef) else str(first), agent_id="zzz")
+    again = canonicalize(first.value if isinstance(first, SessionIdRef) else str(first), agent_id="zzz")
     assert again == first
 
 
@@ -539,13 +539,13 @@ def test_an_invalid_agent_id_is_never_guessed(text: str) -> None:
     with pytest.raises(InvalidKey, match="Agent id"):
         main_session_key(text)
     with pytest.raises(InvalidKey, match="Agent id"):
-        canonicalise("main", agent_id=text)
+        canonicalize("main", agent_id=text)
 
 
 def test_references_that_were_read_are_remembered_without_what_stood_around_them() -> None:
     """A million blanks behind a name are not kept in memory."""
-    kept = grammar._canonicalise_text.cache_info  # pyright: ignore[reportPrivateUsage]
+    kept = grammar._canonicalize_text.cache_info  # pyright: ignore[reportPrivateUsage]
     before = kept().currsize
     for blanks in range(0, 1_000_000, 50_000):
-        assert canonicalise(f"main{' ' * blanks}", agent_id="padded") == SessionKey("padded", "main")
+        assert canonicalize(f"main{' ' * blanks}", agent_id="padded") == SessionKey("padded", "main")
     assert kept().currsize - before <= 1

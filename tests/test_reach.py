@@ -609,7 +609,7 @@ async def _spawn_on(opened: App, path: Path, key: str, agents: list[str]) -> str
 
 
 def _full(shown: str, agent: str) -> str:
-    return str(keys.canonicalise(shown, agent_id=agent))
+    return str(keys.canonicalize(shown, agent_id=agent))
 
 
 async def _check_line(opened: App, path: Path) -> None:

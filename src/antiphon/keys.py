@@ -233,7 +233,7 @@ def parse(text: str) -> SessionKey:
     return key
 
 
-def canonicalise(
+def canonicalize(
     reference: str,
     *,
     agent_id: str,
@@ -249,11 +249,11 @@ def canonicalise(
     Raises:
         InvalidKey: the reference is empty, malformed, or names a session that no caller may name.
     """
-    return _canonicalise_text(_trim_reference(reference), agent_id, main_key, scope, current)
+    return _canonicalize_text(_trim_reference(reference), agent_id, main_key, scope, current)
 
 
 @lru_cache(maxsize=4096)  # only called with texts no longer than a key
-def _canonicalise_text(
+def _canonicalize_text(
     text: str, agent_id: str, main_key: str, scope: SessionScope, current: SessionKey | None
 ) -> SessionKey | SessionIdRef:
     if text.lower() == "current":
@@ -275,7 +275,7 @@ def _canonicalise_text(
 def display_key(key: SessionKey, *, viewer_agent_id: str | None) -> str:
     """The key as an agent sees it: its own main, cron, hook and node sessions short, all others in full.
 
-    `None` is a viewer without an agent, who gets full keys. `canonicalise` accepts every result.
+    `None` is a viewer without an agent, who gets full keys. `canonicalize` accepts every result.
     """
     if key.agent_id == viewer_agent_id and key.kind in ("main", "cron", "hook", "node"):
         return key.rest

@@ -461,7 +461,7 @@ def test_what_an_earlier_summary_says_is_not_crowded_out() -> None:
     assert len(context.render_as_text([earlier], 1000)) <= 1100
 
 
-def test_an_image_weighs_what_it_costs_and_is_summarised_in_a_word() -> None:
+def test_an_image_weighs_what_it_costs_and_is_summarized_in_a_word() -> None:
     picture = UserMessage(
         content=[TextBlock(text="look"), ImageBlock(data="aGk=", mime_type="image/png")], timestamp=1
     )
@@ -577,7 +577,7 @@ def shown(prompt: Prompt) -> list[str]:
 
 @pytest.mark.requirement("G23", "G26", "G28")
 @pytest.mark.anyio
-async def test_a_long_conversation_is_summarised_and_stays_whole(tmp_path: Path) -> None:
+async def test_a_long_conversation_is_summarized_and_stays_whole(tmp_path: Path) -> None:
     runtime = Windowed(window=400)
     async with open_app_fixture(tmp_path, runtime) as app:
         bodies: dict[int, str] = {}
@@ -713,7 +713,7 @@ async def test_a_message_that_no_window_holds_is_refused_and_forgiven(tmp_path: 
 
 @pytest.mark.requirement("G26")
 @pytest.mark.anyio
-async def test_a_long_run_may_be_summarised_as_often_as_it_takes(tmp_path: Path) -> None:
+async def test_a_long_run_may_be_summarized_as_often_as_it_takes(tmp_path: Path) -> None:
     """As long as that helps: what cannot be shortened is not tried at every step."""
     steps = 0
 

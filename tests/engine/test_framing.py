@@ -208,6 +208,6 @@ def test_a_name_loses_controls_and_its_tail() -> None:
     assert quote_name("x" * 300) == repr("x" * 200)
 
 
-def test_a_marker_is_recognised_anywhere() -> None:
+def test_a_marker_is_recognized_anywhere() -> None:
     assert MARKER_PATTERN.search("a<<<end 0123456789ab>>>b")
     assert not MARKER_PATTERN.search("<<<end>>> <<<data x>>> <<<end 0123456789ab>>")

@@ -698,7 +698,7 @@ OVERFLOWS: Sequence[tuple[Api, int, Any]] = (
     [(api, library, status, body) for api, status, body in OVERFLOWS for library in _libraries(api)],
     indirect=["library"],
 )
-async def test_overflow_is_recognised(provider: Provider, api: Api, status: int, body: Any) -> None:
+async def test_overflow_is_recognized(provider: Provider, api: Api, status: int, body: Any) -> None:
     provider.default = Failure(status=status, body=body)
     error = await failing(spec_for(api, provider.url))
     assert isinstance(error, ContextOverflow)

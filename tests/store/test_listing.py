@@ -342,7 +342,7 @@ async def _compared(
                     caller, ListFilter(limit=limit, include_archived=True, cursor=cursor)
                 )
                 # Short names are the caller's own; the row behind one is found by asking for it.
-                listed += [str(door.canonicalise(caller, row.key)) for row in page.sessions]
+                listed += [str(door.canonicalize(caller, row.key)) for row in page.sessions]
                 if page.next_cursor is None:
                     break
                 cursor = page.next_cursor

@@ -67,7 +67,7 @@ async def ensure_session_exists(backend: Backend, reference: str) -> None:
         await backend.describe(reference)
     except NotFound:
         # The agent matters only to short names, and `main` is the main session of any agent.
-        meant = keys.canonicalise(reference, agent_id="main")
+        meant = keys.canonicalize(reference, agent_id="main")
         if not isinstance(meant, keys.SessionKey) or meant.kind != "main":
             raise
         await backend.open(reference)

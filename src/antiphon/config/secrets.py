@@ -32,7 +32,7 @@ SECRET_MASK = "***"  # noqa: S105
 SecretKind = Literal["text", "env", "file", "exec"]
 
 ENV_REFERENCE_PATTERN = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
-"""The `${NAME}` form of older configs; recognised only if it is the whole text."""
+"""The `${NAME}` form of older configs; recognized only if it is the whole text."""
 _ACCEPTED_FORMS = 'text, {env: "NAME"}, {file: "path"} or {exec: ["command", "argument"]}'
 
 

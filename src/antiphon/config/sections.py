@@ -34,7 +34,7 @@ from antiphon.paths import expand_home
 from antiphon.send_policy import SendDecision
 from antiphon.tool_selection import DEFAULT_TOOL_PROFILE, ToolProfile
 
-MIB = 1024 * 1024
+BYTES_PER_MIB = 1024 * 1024
 
 
 def _normalize_chat_type(value: object) -> object:
@@ -245,8 +245,8 @@ class Attachments(Section):
 
     enabled: bool = True
     max_files: Amount = 50
-    max_file_bytes: Amount = MIB
-    max_total_bytes: Amount = 5 * MIB
+    max_file_bytes: Amount = BYTES_PER_MIB
+    max_total_bytes: Amount = 5 * BYTES_PER_MIB
     retain_on_session_keep: bool = False
 
 
@@ -408,7 +408,7 @@ class ExecConfig(Section):
     apply_patch: ApplyPatchConfig | None = None
 
 
-MIN_TOTAL_OUTPUT_BYTES, DEFAULT_TOTAL_OUTPUT_BYTES = 16 * MIB, 1024 * MIB
+MIN_TOTAL_OUTPUT_BYTES, DEFAULT_TOTAL_OUTPUT_BYTES = 16 * BYTES_PER_MIB, 1024 * BYTES_PER_MIB
 
 
 class SharedExecConfig(ExecConfig):
@@ -659,7 +659,10 @@ class StoreConfig(Section):
         default="full", description="`normal` may lose the latest commits in a power failure."
     )
     message_max_bytes: int = Field(
-        default=MIB, ge=1024, le=MAX_NUMBER, description="Maximum size of one message or one answer."
+        default=BYTES_PER_MIB,
+        ge=1024,
+        le=MAX_NUMBER,
+        description="Maximum size of one message or one answer.",
     )
     lane_max_queued: Count = Field(default=1000, description="Maximum queued messages of one session.")
 

@@ -142,7 +142,7 @@ async def log_in(
             await _ask(config, session)
     except TimeoutError:
         raise _build_error(
-            name, f"nobody logged in within {LOGIN_TIMEOUT_SECONDS / 60:.0f} minutes"
+            name, f"no login was completed within {LOGIN_TIMEOUT_SECONDS / 60:.0f} minutes"
         ) from None
     except OAuthFlowError as error:
         raise _build_error(name, clean_text(describe_flow_error(error), MAX_REASON_CHARACTERS)) from error

@@ -267,7 +267,7 @@ class OAuthSession(OAuthClientProvider):
             if is_due:  # else another request or process has refreshed it meanwhile
                 if not context.can_refresh_token():
                     raise AuthorizationRequired(
-                        "nobody has logged in" if used is None else "the server refuses it"
+                        "no login has been stored" if used is None else "the server refuses it"
                     )
                 await self._take_refreshed((yield await self._refresh_token()))
         self._add_auth_header(request)

@@ -98,7 +98,7 @@ class SearchOperations:
 
         Quotes make a phrase, and the last word may be a prefix. `session` must be readable; of `sessions`, unreadable
         ones are left out. `mask` gets whole texts, before a snippet is cut from them: half a secret would not be
-        recognised.
+        recognized.
         """
         access.require_scope(caller, "read")
         request = _SearchRequest(

@@ -94,7 +94,7 @@ class SpawnRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     announce: Literal["channel", "parent", "none"] = "channel"
 
     def compute_digest(self, requester_key: str) -> str:
-        """Return a digest of the whole request and its requester, to recognise a repeated idempotency key."""
+        """Return a digest of the whole request and its requester, to recognize a repeated idempotency key."""
         seconds = self.run_timeout_seconds
         fields = [
             requester_key,

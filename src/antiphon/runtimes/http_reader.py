@@ -31,12 +31,12 @@ PLACEHOLDER_KEY = "not-needed"
 
 OPENAI_URL = "https://api.openai.com/v1"
 
-MIB = 1024 * 1024
+BYTES_PER_MIB = 1024 * 1024
 MAX_ERROR_BODY_BYTES = 64 * 1024
 """Bytes of an error body that are read; the rest is discarded."""
-WIRE_FACTOR, MIN_WIRE_BYTES = 64, 4 * MIB
+WIRE_FACTOR, MIN_WIRE_BYTES = 64, 4 * BYTES_PER_MIB
 """Wire bytes allowed per byte of an answer: a token of four bytes arrives in a chunk of about 250."""
-EVENT_FACTOR, MIN_EVENT_BYTES = 4, 4 * MIB
+EVENT_FACTOR, MIN_EVENT_BYTES = 4, 4 * BYTES_PER_MIB
 """Likewise for the longest event: some servers repeat the whole answer in the last one."""
 MAX_LINES_PER_EVENT = 256
 """Lines allowed per event: SDKs copy an event once per line, and real ones have three."""

@@ -101,7 +101,7 @@ class RehearsalRuntime:
         """Does nothing: it holds no resources."""
 
     def _build_tool_calls(self, prompt: Prompt, deltas: Deltas, step: _ScriptStep) -> AssistantMessage:
-        # Ids depend only on the run and step, so a repeated step is recognised.
+        # Ids depend only on the run and step, so a repeated step is recognized.
         run = blake2s(prompt.run_id.encode(), digest_size=6).hexdigest()
         calls = [
             ToolCall(

@@ -157,7 +157,7 @@ class _EntryBounder:
         window = text[:_SCANNED_CHARACTERS]
         masked = redact(window)
         self.redacted |= masked != window
-        # A secret cut at the window's edge is not recognised, so the edge is not shown.
+        # A secret cut at the window's edge is not recognized, so the edge is not shown.
         if len(text) > _SCANNED_CHARACTERS:
             masked = masked[: max(0, len(masked) - _MAX_SECRET_CHARACTERS)]
         if len(masked) <= MAX_TEXT_CHARACTERS and len(text) <= _SCANNED_CHARACTERS:

@@ -265,7 +265,7 @@ def _build_source_session(
     session_id = values.get("sessionId")
     if not isinstance(session_id, str) or not SESSION_ID_PATTERN.fullmatch(session_id):
         raise InvalidInput(f"{session_id!r} is not a valid session id.", f"Fix it in {INDEX_FILE_NAME!r}.")
-    key = _canonicalise_key(raw_key, folder.agent_id, config)
+    key = _canonicalize_key(raw_key, folder.agent_id, config)
     file = _find_transcript_file(folder.path, session_id, values, key)
     spawned_by = values.get("spawnedBy")
     records = [
@@ -277,7 +277,7 @@ def _build_source_session(
         agent_id=key.agent_id or folder.agent_id,
         session_id=session_id,
         entry=values,
-        parent=_canonicalise_parent(spawned_by, folder.agent_id, config)
+        parent=_canonicalize_parent(spawned_by, folder.agent_id, config)
         if isinstance(spawned_by, str)
         else None,
         file=file,
@@ -308,21 +308,21 @@ def _is_key_named(raw_key: str, name: str) -> bool:
     return raw_key.strip().lower() == name
 
 
-def _canonicalise_key(raw_key: str, agent_id: str, config: Config) -> SessionKey:
+def _canonicalize_key(raw_key: str, agent_id: str, config: Config) -> SessionKey:
     """Returns the stored form of a key, from any spelling that was ever used."""
     if _is_key_named(raw_key, "global"):
         return keys.main_session_key(agent_id, scope=config.session.scope)
     session = config.session
-    found = keys.canonicalise(raw_key, agent_id=agent_id, main_key=session.main_key, scope=session.scope)
+    found = keys.canonicalize(raw_key, agent_id=agent_id, main_key=session.main_key, scope=session.scope)
     if isinstance(found, SessionIdRef):  # a bare peer or chat id, from before keys had agents
-        found = keys.canonicalise(f"agent:{agent_id}:{found.value}", agent_id=agent_id)
+        found = keys.canonicalize(f"agent:{agent_id}:{found.value}", agent_id=agent_id)
     assert isinstance(found, SessionKey)
     return found
 
 
-def _canonicalise_parent(spawned_by: str, agent_id: str, config: Config) -> str | None:
+def _canonicalize_parent(spawned_by: str, agent_id: str, config: Config) -> str | None:
     try:
-        return str(_canonicalise_key(spawned_by, agent_id, config))
+        return str(_canonicalize_key(spawned_by, agent_id, config))
     except AntiphonError:
         return None
 

@@ -147,7 +147,7 @@ async def find_living_requester(tx: Tx, task: Row) -> LivingRequester | None:
 async def count_awaited(tx: Tx, session: int) -> int:
     """Count the active sub-agents that can still wake a session; those stopped with it do not.
 
-    The lock serialises this with the end of each sub-agent, which decides by the same count; otherwise the last one
+    The lock serializes this with the end of each sub-agent, which decides by the same count; otherwise the last one
     could go unnoticed.
     """
     await tx.lock(f"family:{session}")

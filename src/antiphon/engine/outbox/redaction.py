@@ -1,7 +1,7 @@
 """Masks secrets in announcements, tool results about sessions, search hits and excerpts.
 
 Not masked: stored text, prompts, transcripts shown to people, exports and logs. A mask in a prompt could end up in a
-file that the model writes. Secrets are recognised by their name or shape, so some may be missed.
+file that the model writes. Secrets are recognized by their name or shape, so some may be missed.
 
 Every pattern takes linear time: its repetitions are possessive and stop where the next match could begin. Only private
 keys span several lines.
@@ -16,7 +16,7 @@ from typing import NamedTuple, overload
 MIN_PARTIALLY_SHOWN_CHARACTERS = 18  # shorter secrets are masked completely
 MAX_EXCERPT_CHARACTERS = 300
 MAX_EXCERPT_SOURCE_CHARACTERS = 600  # of the text that an excerpt is made from
-CUT_EDGE_CHARACTERS = 200  # at the end of a cut text, where a cut secret would not be recognised
+CUT_EDGE_CHARACTERS = 200  # at the end of a cut text, where a cut secret would not be recognized
 MAX_REDACTION_ROUNDS = 8
 """A mask can put the end of one secret before the name of another, so masking is repeated until nothing changes."""
 
@@ -45,7 +45,7 @@ _MASKED_PATTERN = re.compile(r"[*…]+|.{6}….{4}", re.DOTALL)
 
 
 class SecretShape(NamedTuple):
-    """One way to recognise secrets: the last group of the pattern is the secret and ends the match."""
+    """One way to recognize secrets: the last group of the pattern is the secret and ends the match."""
 
     hints: tuple[str, ...]
     """Lower-case; every match contains one of them. A text without any is not searched for this shape."""
@@ -137,7 +137,7 @@ def redact_excerpt(text: str | None) -> str | None:
     masked = redact(text)
     if len(text) < MAX_EXCERPT_SOURCE_CHARACTERS:
         return masked if len(masked) <= MAX_EXCERPT_CHARACTERS else f"{masked[:MAX_EXCERPT_CHARACTERS]}…"
-    # It was cut: a secret that is cut at the end is not recognised, so the end is not shown.
+    # It was cut: a secret that is cut at the end is not recognized, so the end is not shown.
     shown = max(0, min(len(masked) - CUT_EDGE_CHARACTERS, MAX_EXCERPT_CHARACTERS))
     return f"{masked[:shown]}…"
 

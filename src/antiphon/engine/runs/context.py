@@ -355,7 +355,7 @@ def _render_block(block: object) -> str:
 
 
 def find_cut_index(context: ModelContext, keep_tokens: int) -> int:
-    """Return the index before which messages are summarised; 0 if that would free too little.
+    """Return the index before which messages are summarized; 0 if that would free too little.
 
     The rest has at most `keep_tokens` tokens and at most a quarter of the whole, since the setting does not depend on
     the window; at least the last question or answer stays. The rest never begins with a tool result, so no call is

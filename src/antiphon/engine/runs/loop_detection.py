@@ -1,7 +1,7 @@
 """Detects a run that repeats a tool call with the same arguments and the same result.
 
 Only the last `history_size` calls of one run count. Other calls in between do not matter, so that alternating calls are
-recognised too; a different result restarts the count.
+recognized too; a different result restarts the count.
 """
 
 from __future__ import annotations

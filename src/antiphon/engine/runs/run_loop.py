@@ -329,7 +329,7 @@ class RunLoop:
         self._compactions += 1
         older = self._context.messages[:cut]
         summary = self._replace_unsafe_model_name(
-            await compaction.summarise(self._setup.runtime, self._build_prompt(), older)
+            await compaction.summarize(self._setup.runtime, self._build_prompt(), older)
         )
         now = self._clock.now()
         # An empty summary is charged for, but must not replace the conversation.

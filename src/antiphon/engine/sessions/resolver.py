@@ -1,4 +1,4 @@
-"""Resolves session references for callers: canonicalise, find, authorize, in that order.
+"""Resolves session references for callers: canonicalize, find, authorize, in that order.
 
 Every operation on a session on behalf of a caller starts with `SessionResolver.open` in its own transaction, so the
 decision is about the same rows that are then read or changed.
@@ -56,8 +56,8 @@ class SessionResolver:
             cap=cap,
         )
 
-    def canonicalise(self, caller: Caller, reference: str) -> SessionKey | SessionIdRef:
-        return keys.canonicalise(
+    def canonicalize(self, caller: Caller, reference: str) -> SessionKey | SessionIdRef:
+        return keys.canonicalize(
             reference,
             agent_id=caller.agent_id or self._default_agent,
             main_key=self._config.main_key,
@@ -73,7 +73,7 @@ class SessionResolver:
         """
         if self._config.session_scope != "global" or reference.strip().lower() == "current":
             return None
-        key = keys.canonicalise(
+        key = keys.canonicalize(
             reference, agent_id=caller.agent_id or self._default_agent, main_key=self._config.main_key
         )
         if isinstance(key, SessionIdRef) or key.shape != "main" or key.agent_id == self._default_agent:
@@ -109,7 +109,7 @@ class SessionResolver:
         an agent's main session.
         """
         access.require_scope(caller, action)
-        canonical = self.canonicalise(caller, reference)
+        canonical = self.canonicalize(caller, reference)
         row = await session_rows.find_session(tx, canonical, caller.session_key)
         if row is None and isinstance(canonical, SessionIdRef):
             row = await self._find_by_label(tx, caller, canonical.value)
@@ -127,7 +127,7 @@ class SessionResolver:
 
     def is_main_session(self, caller: Caller, reference: str) -> bool:
         """Whether a reference names the main session of a configured agent, which need not exist yet."""
-        key = self.canonicalise(caller, reference)
+        key = self.canonicalize(caller, reference)
         if not isinstance(key, SessionKey) or key.kind != "main":
             return False
         return (key.agent_id or self._default_agent) in self._config.agent_ids

@@ -165,7 +165,7 @@ class HookEndpoints:
     def _canonicalize_key(self, reference: str, agent_id: str | None) -> keys.SessionKey:
         """Return the canonical key, so that prefixes are compared with the actual session, not with its spelling."""
         config = self._gateway.app.config
-        key = keys.canonicalise(
+        key = keys.canonicalize(
             reference,
             agent_id=agent_id or config.default_agent_id,
             main_key=config.session.main_key,

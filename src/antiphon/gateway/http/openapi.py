@@ -102,7 +102,7 @@ class Operation(msgspec.Struct, frozen=True):
     media_type: str = JSON_MEDIA_TYPE
 
 
-OPERATIONS = (
+DOCUMENTED_OPERATIONS = (
     Operation("get", "/", "Name and version of the gateway.", GatewayInfo, is_public=True),
     Operation("get", "/healthz", "Liveness.", Liveness, is_public=True),
     Operation("get", "/readyz", "Readiness: whether work is accepted.", Readiness, is_public=True),
@@ -170,7 +170,9 @@ OPERATIONS = (
 @cache
 def build_document() -> JsonSchema:
     """Return the document. It is built once: generating the schemas takes longer than serving a request may."""
-    types = [type for operation in OPERATIONS for type in (operation.body, operation.response) if type]
+    types = [
+        type for operation in DOCUMENTED_OPERATIONS for type in (operation.body, operation.response) if type
+    ]
     found, components = msgspec.json.schema_components(
         [*types, ErrorResponse], ref_template=SCHEMA_REFERENCE_TEMPLATE
     )
@@ -179,7 +181,7 @@ def build_document() -> JsonSchema:
     _restrict_fields(components["ResponseRequest"], responses.UNSUPPORTED_FIELDS)
     components["ToolInvocation"]["anyOf"] = [{"required": ["tool"]}, {"required": ["name"]}]
     paths: JsonSchema = {}
-    for operation in OPERATIONS:
+    for operation in DOCUMENTED_OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _describe_operation(operation, schemas)
     return {
         "openapi": "3.1.0",

@@ -187,7 +187,7 @@ def choose_session(config: Config, request: Request, agent_id: str, user: str | 
 
 def _resolve_named_session(config: Config, reference: str, agent_id: str) -> str:
     session = config.session
-    key = keys.canonicalise(reference, agent_id=agent_id, main_key=session.main_key, scope=session.scope)
+    key = keys.canonicalize(reference, agent_id=agent_id, main_key=session.main_key, scope=session.scope)
     if isinstance(key, keys.SessionIdRef):
         return key.value
     if key.shape == "global":

@@ -1,4 +1,4 @@
-"""A SQLite database file: how it is opened, recognised as Antiphon's, and checked."""
+"""A SQLite database file: how it is opened, recognized as Antiphon's, and checked."""
 
 from __future__ import annotations
 

@@ -46,13 +46,13 @@ class OutputBudget:
         return free > 0
 
     def add_ended(self, folder: Path, taken: int) -> None:
-        """Note that a job has ended, which had taken that much space."""
+        """Record that a job has ended, which had taken that much space."""
         kept = _measure(folder)
         self._used_bytes += kept - taken
         self._ended[folder] = kept
 
     def forget(self, folder: Path) -> None:
-        """Note that the output of an ended job was removed."""
+        """Record that the output of an ended job was removed."""
         self._used_bytes -= self._ended.pop(folder, 0)
 
     def _make_room(self, count: int) -> None:

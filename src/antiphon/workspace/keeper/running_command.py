@@ -29,7 +29,7 @@ from antiphon.workspace.keeper.processes import (
 )
 
 MAX_INPUT_BYTES = 1024 * 1024  # waiting to be written to a command
-MAX_KEPT_WRITES = 1000  # ids of writes to one command, by which a repeated one is recognised
+MAX_KEPT_WRITES = 1000  # ids of writes to one command, by which a repeated one is recognized
 DRAIN_SECONDS = 0.2  # how long the output of an ended command is read while another process holds the pipe
 TERMINATE_GRACE_SECONDS = 0.5  # between SIGTERM and SIGKILL
 MAX_KILL_ROUNDS = 20  # of a tree that starts processes while it is killed
