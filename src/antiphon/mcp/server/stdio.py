@@ -15,6 +15,7 @@ import os
 import re
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent import futures
 from contextlib import suppress
 from typing import Any, cast
 from urllib.parse import quote
@@ -285,9 +286,7 @@ async def _read_lines(fd: int) -> AsyncGenerator[bytes]:
 
     def read() -> None:
         begun = bytearray()
-        with suppress(
-            RuntimeError, asyncio.CancelledError, OSError
-        ):  # the loop has ended, or the file is closed
+        with suppress(RuntimeError, futures.CancelledError, OSError):  # the loop or the file is closed
             while len(begun) <= MAX_LINE_BYTES and (chunk := os.read(fd, READ_CHUNK_BYTES)):
                 *ends, rest = chunk.split(b"\n")
                 for end in ends:
