@@ -135,6 +135,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 await store.tx(framing.load_installation_secret),
                 home.path,
                 launcher.wait_until_examined,
+                sandboxes.explain_unavailable,
                 mcp_servers,
             )
             engine = _build_engine(config, store, coordination, load_run_setup, session_resolver, options)

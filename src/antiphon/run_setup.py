@@ -43,12 +43,14 @@ class RunSetupBuilder:
         secret: bytes,
         state_dir: Path,
         wait_until_examined: Callable[[], Awaitable[None]],
+        explain_missing_sandbox: Callable[[str], str | None],
         mcp_servers: McpServers | None,
     ) -> None:
         self._config = config
         self._secret = secret
         self._bootstrap = BootstrapReader(state_dir)
         self._wait_until_examined = wait_until_examined
+        self._explain_missing_sandbox = explain_missing_sandbox
         self._mcp_servers = mcp_servers
         self._runtimes = runtimes
         self._agents = {agent_id: config.get_agent(agent_id) for agent_id in config.agent_ids}
@@ -101,6 +103,7 @@ class RunSetupBuilder:
                 claim,
                 nonce,
                 await self._bootstrap.read(agent, claim.session_key),
+                self._explain_missing_commands(agent, identity),
                 self._describe_mcp_servers(agent, claim, identity, nonce),
             ),
             tools=identity.tools,
@@ -113,6 +116,11 @@ class RunSetupBuilder:
             loop_detection=agent.loop_detection,
             model=spec.model if spec else None,
         )
+
+    def _explain_missing_commands(self, agent: AgentConfig, identity: SessionIdentity) -> str:
+        """Return why commands do not run, if it is for lack of a sandbox: else the model would promise or guess."""
+        reason = self._explain_missing_sandbox(agent.id) if "exec" in identity.absent else None
+        return f"You cannot run commands. {reason}" if reason else ""
 
     def _describe_mcp_servers(
         self, agent: AgentConfig, claim: Claim, identity: SessionIdentity, nonce: str
@@ -130,9 +138,9 @@ class RunSetupBuilder:
 
 
 def _build_instructions(
-    agent: AgentConfig, claim: Claim, nonce: str, workspace_texts: str, mcp_texts: str
+    agent: AgentConfig, claim: Claim, nonce: str, workspace_texts: str, *tool_texts: str
 ) -> str:
     own = agent.instructions or f"You are {agent.name or agent.id}, a helpful assistant."
     here = f"This conversation is the session {keys.display_full_key(claim.session_key)!r}."
-    parts = [own, workspace_texts, here, framing.explain_frames(nonce), mcp_texts, claim.instructions]
+    parts = [own, workspace_texts, here, framing.explain_frames(nonce), *tool_texts, claim.instructions]
     return "\n\n".join(filter(None, parts))

@@ -23,7 +23,7 @@ from antiphon.workspace import sandbox_backend
 from antiphon.workspace.files import TextPage, WorkspaceFiles
 from antiphon.workspace.locations import SessionWorkspaceLocator
 from antiphon.workspace.sandbox import Sandboxes
-from support.agents_fixture import AgentsFixture, make_agents_config, open_agents_fixture
+from support.agents_fixture import AgentsFixture, ScriptedAgent, make_agents_config, open_agents_fixture
 from support.app_fixture import open_test_store
 from support.sandboxes import (
     BOUND_SECONDS,
@@ -205,6 +205,24 @@ async def test_without_a_working_backend_nothing_runs(
     hide_every_bubblewrap(monkeypatch)
     with pytest.raises(SandboxUnavailable, match="apt-get install bubblewrap"):
         await make_sandboxes(tmp_path / "state").wrap(MAIN, ["true"], workdir=None, env={})
+
+
+@pytest.mark.requirement("B1", "AT6")
+@pytest.mark.parametrize("security", ["full", "deny"])
+async def test_a_model_is_told_why_it_has_no_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, security: str
+) -> None:
+    hide_every_bubblewrap(monkeypatch)
+    agent = ScriptedAgent()
+    config = make_agents_config(tools={"exec": {"security": security}})
+    async with open_agents_fixture(config, tmp_path, functions={"main": agent}) as agents:
+        agents.app.examine_commands()
+        await agents.ask("hello")
+    (prompt,) = agent.prompts
+    assert "exec" not in {tool.name for tool in prompt.tools}
+    reason = "You cannot run commands. No sandbox for commands works here (bwrap: the program bwrap is not installed)."
+    assert (reason in prompt.instructions) == (security == "full")
+    assert ("apt-get install bubblewrap" in prompt.instructions) == (security == "full")
 
 
 @pytest.mark.requirement("AT6")

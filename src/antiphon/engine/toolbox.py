@@ -140,7 +140,8 @@ class PermittedTools:
         for name, tool in tools.items():
             if tool.unavailable is not None:
                 self._names_by_condition.setdefault(tool.unavailable, []).append(name)
-        self._absent: Set[str] = frozenset()
+        self.absent: Set[str] = frozenset()
+        """The tools that could not be used when they were last selected."""
         self._usable = tools
 
     def select_usable(self) -> Mapping[str, Tool]:
@@ -151,8 +152,8 @@ class PermittedTools:
             if explain(self._agent_id) is not None
             for name in names
         }
-        if absent != self._absent:
-            self._absent = absent
+        if absent != self.absent:
+            self.absent = absent
             self._usable = {name: tool for name, tool in self.by_name.items() if name not in absent}
         return self._usable
 

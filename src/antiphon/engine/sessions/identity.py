@@ -6,7 +6,7 @@ session's row and the current configuration; a sub-agent's session is limited by
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Set
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # importing the configuration would slow down read-only comma
 class SessionIdentity(NamedTuple):
     caller: Caller
     tools: Mapping[str, Tool]
+    absent: Set[str]
+    """The tools that its lists leave to it and that cannot be used now."""
 
 
 class SessionIdentityResolver:
@@ -50,7 +52,7 @@ class SessionIdentityResolver:
         caller, permitted = self._resolve_permitted(
             self._toolbox.version, agent_id, session_key, sandboxed, envelope, model
         )
-        return SessionIdentity(caller, permitted.select_usable())
+        return SessionIdentity(caller, permitted.select_usable(), permitted.absent)
 
     def _resolve_permitted_uncached(
         self,
