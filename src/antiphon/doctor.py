@@ -277,7 +277,12 @@ async def _check_sandboxes(config: Config, state_dir: Path) -> list[Finding]:
                 "sandbox", f"{status.describe_backend()} replaces a stronger backend. {reason}", cure
             )
         else:
-            finding = report_ok("sandbox", f"{status.describe_backend()} isolates commands")
+            bound = (
+                "; their memory is limited for each process"
+                if status.backend in ("bwrap", "landlock")
+                else ""
+            )
+            finding = report_ok("sandbox", f"{status.describe_backend()} isolates commands{bound}")
         findings[finding.level] = finding
     return list(findings.values())
 

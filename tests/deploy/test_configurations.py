@@ -20,7 +20,7 @@ FILES = [DEPLOY / "antiphon.json5", KUBERNETES / "antiphon.json5"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
-@pytest.mark.requirement("C")
+@pytest.mark.requirement("C", "B1")
 def test_the_loader_accepts_it_without_warnings(path: Path, tmp_path: Path) -> None:
     loaded = _load_copy(path, tmp_path)
     assert not loaded.warnings
@@ -29,6 +29,8 @@ def test_the_loader_accepts_it_without_warnings(path: Path, tmp_path: Path) -> N
     for secret in (config.store.password, config.bus.password, config.gateway.auth.token):
         assert secret is not None and secret.kind == "exec"  # none of them stands in the file
     assert (config.gateway.bind, config.gateway.port, config.gateway.auth.mode) == ("lan", 18789, "token")
+    sandbox = config.get_agent("main").sandbox
+    assert (sandbox.backend, sandbox.fallback) == ("bwrap", "landlock")  # containers allow no namespaces
     assert config.bus.lanes >= config.agents.defaults.max_concurrent
 
 

@@ -81,7 +81,10 @@ async def test_people_see_which_program_is_used(
     paths = Paths(program.state / "config.json5", config_explicit=True, state_dir=program.state)
     findings = await doctor.run_checks(paths)
     (found,) = [finding for finding in findings if finding.check == "sandbox"]
-    assert (found.level, found.what) == ("ok", f"bwrap ({PACKAGED}) isolates commands")
+    assert (found.level, found.what) == (
+        "ok",
+        f"bwrap ({PACKAGED}) isolates commands; their memory is limited for each process",
+    )
 
 
 def make_file_writable(program: Path) -> None:

@@ -24,7 +24,7 @@ from antiphon.workspace.files import TextPage, WorkspaceFiles
 from antiphon.workspace.locations import SessionWorkspaceLocator
 from antiphon.workspace.sandbox import Sandboxes
 from support.agents_fixture import AgentsFixture, ScriptedAgent, make_agents_config, open_agents_fixture
-from support.app_fixture import open_test_store
+from support.app_fixture import OPERATOR, open_test_store
 from support.sandboxes import (
     BOUND_SECONDS,
     CHILD,
@@ -223,6 +223,22 @@ async def test_a_model_is_told_why_it_has_no_commands(
     reason = "You cannot run commands. No sandbox for commands works here (bwrap: the program bwrap is not installed)."
     assert (reason in prompt.instructions) == (security == "full")
     assert ("apt-get install bubblewrap" in prompt.instructions) == (security == "full")
+
+
+@pytest.mark.requirement("B2", "AT6")
+async def test_sessions_that_are_all_sandboxed_are_offered_no_commands_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide_every_bubblewrap(monkeypatch)
+    on_this_machine = {"exec": {"host": "gateway", "security": "full"}}
+    for mode in ("off", "all"):
+        own = {"id": "main", "default": True, "sandbox": {"mode": mode}}
+        config = make_agents_config(own, tools=on_this_machine)
+        async with open_agents_fixture(config, tmp_path / mode) as agents:
+            agents.app.examine_commands()
+            await agents.ask("say the examination has ended")
+            offered = (await agents.operations.sessions.act_as(OPERATOR, MAIN.session_key or "")).actor.tools
+            assert ("exec" in offered) == (mode == "off")
 
 
 @pytest.mark.requirement("AT6")

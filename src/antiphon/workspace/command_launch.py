@@ -106,12 +106,15 @@ class CommandLauncher:
 
     def explain_unavailable(self, agent_id: str) -> str | None:
         """Return why an agent cannot run commands and what to do; None if it can or this is not known yet."""
-        settings = self._config.get_agent(agent_id).exec
+        agent = self._config.get_agent(agent_id)
+        settings = agent.exec
         if settings.security == "deny":
             return "Commands are off ('tools.exec.security' is 'deny'). Set it to 'allowlist' or 'full'."
         if settings.host == "node":
             return "'tools.exec.host' is 'node', which Antiphon does not support. Use 'sandbox' or 'gateway'."
-        return None if settings.host == "gateway" else self._sandboxes.explain_unavailable(agent_id)
+        if settings.host == "gateway" and agent.sandbox.mode != "all":  # sandboxed sessions never run there
+            return None
+        return self._sandboxes.explain_unavailable(agent_id)
 
     def find_backend(self, caller: Caller) -> str:
         """Return where a session's commands run: `gateway` or `sandbox`."""
