@@ -68,7 +68,7 @@ class Process:
                 self.steps = [(now + KILL_ROUND_SECONDS, signal.SIGKILL)]  # until it has ended
 
 
-class Launcher:
+class ProgramLauncher:
     def __init__(self, control: socket.socket, owner: str) -> None:
         self._control = control
         self._owner = owner
@@ -251,7 +251,7 @@ def main(owner: str, *, adopts: bool) -> int:
         kill_until_gone(lambda: find_processes(OWNER_VARIABLE, owner, os.getpid()) - {os.getpid()})
     with socket.socket(fileno=0) as control:
         control.sendall(b'{"event": "ready"}\n')
-        Launcher(control, owner).run()
+        ProgramLauncher(control, owner).run()
     return 0
 
 

@@ -27,8 +27,8 @@ ANSWER_TIMEOUT_SECONDS = 30.0
 CALLBACK_HOST, CALLBACK_PATH = "127.0.0.1", "/callback"
 CALLBACK_READ_SECONDS = 10.0
 MAX_REQUEST_BYTES = 16 * 1024
-_PING = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
-_PAGE = "<!doctype html><meta charset=utf-8><title>Antiphon</title><p>{text}"
+_PING_REQUEST = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
+_PAGE_TEMPLATE = "<!doctype html><meta charset=utf-8><title>Antiphon</title><p>{text}"
 
 
 class Callback:
@@ -81,7 +81,7 @@ class Callback:
             is_taken = method == "GET" and urlsplit(target).path == CALLBACK_PATH and self.offer(target)
             status = "200 OK" if is_taken else "404 Not Found"
             text = "Done. You can close this window." if is_taken else "This page belongs to no login."
-            page = _PAGE.format(text=text).encode()
+            page = _PAGE_TEMPLATE.format(text=text).encode()
             writer.write(
                 f"HTTP/1.1 {status}\r\nContent-Type: text/html\r\nContent-Length: {len(page)}\r\n"
                 "Referrer-Policy: no-referrer\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n".encode()
@@ -184,7 +184,7 @@ async def _ask(config: McpServerConfig, session: OAuthSession) -> None:
     async with create_http_client(
         config.url, tls, headers=headers, auth=session, answer_timeout_seconds=ANSWER_TIMEOUT_SECONDS
     ) as http:
-        response = await http.post(config.url, json=_PING)
+        response = await http.post(config.url, json=_PING_REQUEST)
     if response.status_code >= 500:
         raise httpx2.ConnectError(f"it answered with status {response.status_code}")
 
