@@ -21,7 +21,9 @@ _WRAPPER_NAMES = """
 sh bash dash zsh ksh fish busybox toybox env exec eval command builtin sudo doas su runuser setpriv
 chroot unshare nsenter nohup setsid nice ionice chrt taskset timeout stdbuf time watch xargs
 parallel find ssh script strace ltrace gdb python perl ruby node deno bun php lua awk gawk mawk
-source . flock start-stop-daemon systemd-run at batch make npx
+source . flock start-stop-daemon systemd-run at batch make npx trap csh tcsh rbash nodejs pypy tclsh
+Rscript pwsh prlimit setarch linux32 linux64 pkexec bwrap firejail fakeroot unbuffer chronic valgrind
+perf rlwrap dbus-run-session run-parts numactl runcon capsh ld-linux-x86-64.so
 """
 _RUNNER_NAMES = """
 git hg svn cvs gh tig tar zip rsync cpio sed ed ex vi vim nvim emacs nano less more most man pg sort
@@ -29,7 +31,7 @@ split tee dd install curl wget scp sftp ftp telnet nc ncat netcat socat openssl 
 docker podman nerdctl kubectl helm systemctl journalctl crontab screen tmux expect ip mount npm pnpm
 yarn pip pipx uv uvx poetry gem bundle composer cargo go java javac gradle mvn ant cmake ninja meson
 gcc g++ cc clang ld rpm dpkg apt apt-get dnf yum apk snap brew mysql psql sqlite ansible terraform
-pytest tox nox just task rake m4 logrotate entr fzf dot
+pytest tox nox just task rake m4 logrotate entr fzf dot view vimdiff editor pager R
 """
 
 _WRAPPER_PROGRAMS = frozenset(_WRAPPER_NAMES.split())

@@ -151,6 +151,12 @@ def test_a_parsed_command_has_the_words_a_shell_would_see(words: list[str]) -> N
         ("find", "find . -delete", False),
         ("xargs", "xargs", False),
         ("env", "env", False),
+        ("nodejs", "nodejs evil.js", False),
+        ("prlimit", "prlimit sh -c id", False),
+        ("/lib64/*", "/lib64/ld-linux-x86-64.so.2 /tmp/evil", False),
+        ("trap", "trap 'sh evil' EXIT", False),
+        ("view", "view -c :!id", False),
+        ("view", "view", True),
         ("python*", "python3.11 -c x", False),
     ],
 )
