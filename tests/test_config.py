@@ -294,6 +294,7 @@ IN_DANGER = {
     "models.providers.p.baseUrl": (
         '{ models: { providers: { p: { baseUrl: "http://a:b@h/v1", models: [{ id: "m" }] } } } }'
     ),
+    "mcp.servers.m.url": '{ mcp: { servers: { m: { url: "https://host/mcp?key=0123456789" } } } }',
     "store.password": '{ store: { url: "postgresql://host/db", password: { file: "password" } } }',
 }
 

@@ -173,12 +173,12 @@ def _check_harmless(
 
 
 def _list_urls_with_credentials(config: Config) -> list[str]:
-    providers = config.models.providers.items()
-    return [
-        format_path(("models", "providers", name, "baseUrl"))
-        for name, provider in providers
-        if "@" in (provider.base_url or "") or "?" in (provider.base_url or "")
-    ]
+    urls = {
+        format_path(("models", "providers", name, "baseUrl")): provider.base_url
+        for name, provider in config.models.providers.items()
+    }
+    urls |= {f"{path}.url": server.url for path, _, server in config.list_mcp_servers()}
+    return [path for path, url in urls.items() if "@" in (url or "") or "?" in (url or "")]
 
 
 def list_secrets(value: object, location: Location = ()) -> Iterator[tuple[str, Secret]]:
