@@ -16,7 +16,7 @@ from antiphon.engine.outbox import delivery_rows, sender
 from antiphon.engine.outbox.delivery_channel import Pace, Part, Rate, Receipt, RenderedPart
 from antiphon.engine.outbox.delivery_rows import Destination
 from antiphon.errors import NotSent, Refused, Unsure
-from support.app_fixture import DATABASE, wait_until
+from support.app_fixture import BOUND, DATABASE, wait_until
 from support.databases import query_database
 
 pytestmark = pytest.mark.anyio
@@ -162,6 +162,34 @@ async def test_a_wait_that_the_service_names_is_kept_to_the_second_and_is_no_att
         post.later(0.001)
         await post.state("k", "delivered")
         assert [part.key for part in service.calls] == ["k", "k", "other", "third", "k"]
+
+
+@pytest.mark.requirement("G3", "N4")
+async def test_a_process_that_was_paused_does_not_settle_what_another_one_sends(tmp_path: Path) -> None:
+    """Its attempt may have the same number, since a wait that a service names is no attempt."""
+    service = StrictService(fail_once(1, Refused("The chat is closed.", "Write elsewhere.", kind="gone")))
+    begun, released = asyncio.Event(), asyncio.Event()
+
+    class PausedService:
+        idempotency_seconds, can_find = 0.0, False
+        is_ready, get_pace, render, find = service.is_ready, service.get_pace, service.render, service.find
+
+        async def send(self, part: Part) -> Receipt:
+            begun.set()
+            await asyncio.wait_for(released.wait(), BOUND)
+            return await service.send(part)
+
+    async with post_office(tmp_path, {"discord": PausedService()}) as post:
+        database = tmp_path / DATABASE
+        await post.put("k", "abc")
+        await asyncio.wait_for(begun.wait(), BOUND)
+        query_database(database, "INSERT INTO owners (id, lease_until) VALUES ('other', 1e15)")
+        query_database(database, "UPDATE deliveries SET owner = 'other' WHERE key = 'k'")
+        released.set()
+        await post.put("next", "abc", to="g2")
+        await post.state("next", "delivered")
+        row = post.row("k")
+        assert (row["state"], row["owner"]) == ("sending", "other")
 
 
 @pytest.mark.requirement("CH23")

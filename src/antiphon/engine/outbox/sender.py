@@ -180,7 +180,7 @@ class Outbox(msgspec.Struct):
                 f"Channel {destination.channel!r} is not configured."
                 " Configure it, then run `antiphon deliveries retry`."
             )
-            await self._record_outcome(row, _DeliveryOutcome("dead", error), row["attempts"])
+            await self._record_outcome(row, _DeliveryOutcome("dead", error), row["attempts"], row["owner"])
         else:
             await self._deliver_to_channel(row, channel, destination, text, owner)
 
@@ -192,7 +192,7 @@ class Outbox(msgspec.Struct):
         if parts is not None:
             outcome = await self._send_parts(row, parts, channel, destination, owner)
             if outcome is not None:
-                await self._record_outcome(row, outcome, row["attempts"] + 1)
+                await self._record_outcome(row, outcome, row["attempts"] + 1, owner)
 
     # --- checks ---
 
@@ -366,9 +366,13 @@ class Outbox(msgspec.Struct):
                 log.error("Failed to record the outcome of delivery %r; retrying: %s", row["key"], error)
                 await asyncio.sleep(RECORD_RETRY_SECONDS)
 
-    async def _record_outcome(self, row: Row, outcome: _DeliveryOutcome, attempts: int) -> None:
+    async def _record_outcome(
+        self, row: Row, outcome: _DeliveryOutcome, attempts: int, owner: str | None
+    ) -> None:
         """Record an outcome, unless another process has taken over the delivery."""
-        recorded = await self._write(row, _settle_delivery, row, outcome, self.clock.now(), attempts)
+        recorded = await self._write(
+            row, _settle_delivery, row, outcome, self.clock.now(), attempts=attempts, owner=owner
+        )
         if recorded and outcome.state in {"dead", "ambiguous"}:
             fields = {"session_key": row["session_key"]}
             log.warning("Delivery %r is %s: %s", row["key"], outcome.state, outcome.error, extra=fields)
@@ -463,7 +467,13 @@ async def _settle_expired_deliveries(tx: Tx, now: int) -> None:
 
 
 async def _settle_delivery(
-    tx: Tx, row: Row, outcome: _DeliveryOutcome, now: int, attempts: int | None = None
+    tx: Tx,
+    row: Row,
+    outcome: _DeliveryOutcome,
+    now: int,
+    *,
+    attempts: int | None = None,
+    owner: str | None = None,
 ) -> bool:
     """Settle a delivery and the exchange or task it announces. False if it has changed since that attempt."""
     state, receipt = outcome.state, outcome.receipt
@@ -471,6 +481,7 @@ async def _settle_delivery(
     settled = await tx.do(
         SQL.settle,
         n=row["n"],
+        owner=owner or row["owner"] or "",
         attempts=counted,
         spent=counted if outcome.is_attempt else row["attempts"],
         state=state,

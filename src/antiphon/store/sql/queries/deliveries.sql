@@ -28,11 +28,13 @@ UPDATE deliveries SET state = 'sending', attempts = attempts + 1, owner = :owner
 WHERE n = :n AND state = 'pending' AND attempts = :attempts;
 
 -- name: settle
--- `attempts` is the number that this attempt has counted, `spent` the number that remains.
+-- `attempts` is the number that this attempt has counted, `spent` the number that remains. A number comes again
+-- after a wait that is no attempt, so the owner must be the same, too.
 UPDATE deliveries SET state = :state, error = :error, message_id = coalesce(message_id, :message_id), next_at = :next_at,
        attempts = :spent, doubtful = CASE WHEN :doubtful = 1 THEN 1 ELSE doubtful END,
        settled_at = CASE WHEN :state = 'pending' THEN NULL ELSE CAST(:now AS BIGINT) END
-WHERE n = :n AND state IN ('pending', 'sending') AND attempts = :attempts;
+WHERE n = :n AND state IN ('pending', 'sending') AND attempts = :attempts
+  AND coalesce(owner, '') = :owner;
 
 -- name: resolve
 -- Decides an ambiguous delivery after all.
