@@ -119,6 +119,41 @@ async def test_a_trusted_server_is_asked_once_more_with_the_same_key(tmp_path: P
 
 
 @pytest.mark.requirement("AT17")
+async def test_a_connection_that_breaks_harms_no_other_call(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    async with (
+        run_http_server(CALLS_FILE=str(calls)) as http,
+        forwarding(http.port, breaking_at=b"777001") as port,
+        open_client(tmp_path, {"h": {"url": f"http://127.0.0.1:{port}/mcp"}}) as client,
+    ):
+        await client.prepare()
+        waiting = asyncio.create_task(client.call("mcp__h__wait", seconds=1))
+        await wait_until(calls.exists, "the first call has not arrived")
+        with pytest.raises(ToolFailed, match="lost after the request had been sent"):
+            await client.call("mcp__h__add", a=777001, b=1)
+        assert (await waiting).text == "waited"
+        assert (await client.call("mcp__h__look")).text == "seen"
+
+
+@asynccontextmanager
+async def forwarding(port: int, *, breaking_at: bytes) -> AsyncGenerator[int]:
+    """Forward connections, and break those that send a word."""
+
+    async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while (data := await source.read(65536)) and breaking_at not in data:
+                target.write(data)
+        target.close()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_server, to_server = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(copy(reader, to_server), copy(from_server, writer))
+
+    async with await asyncio.start_server(forward, "127.0.0.1", 0) as listener:
+        yield listener.sockets[0].getsockname()[1]
+
+
+@pytest.mark.requirement("AT17")
 async def test_calls_in_flight_end_when_their_server_is_killed(tmp_path: Path) -> None:
     """Each says that it may have had effects; none hangs, and no caller is cancelled."""
     calls = tmp_path / "calls"

@@ -480,7 +480,9 @@ class ServerActor:
             try:
                 output = await self._request(session, offer, arguments, key)
             except RequestLost as lost:
-                if scope == HOST_SCOPE and connection.session is session:
+                # Over HTTP each request has a connection of its own, and other calls go on.
+                concerns_others = self.config.url is None or not lost.was_sent
+                if concerns_others and scope == HOST_SCOPE and connection.session is session:
                     await session.close()
                 if attempt == 1 and (not lost.was_sent or self.may_repeat(offer)):
                     continue
