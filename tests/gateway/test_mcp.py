@@ -558,3 +558,29 @@ def test_a_gateway_that_serves_no_mcp_does_not_import_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+async def test_spaces_around_a_header_do_not_count(tmp_path: Path) -> None:
+    """The parser keeps those at the end, and `Mcp-Name` has to match the body."""
+    async with open_gateway(tmp_path, None, settings=make_settings()) as gateway:
+        host, port = gateway.served.url.removeprefix("ws://").split(":")
+        meta = {
+            "io.modelcontextprotocol/protocolVersion": "2026-07-28",
+            "io.modelcontextprotocol/clientInfo": {"name": "test", "version": "1"},
+            "io.modelcontextprotocol/clientCapabilities": {},
+        }
+        params = {"name": "sessions_list", "arguments": {}, "_meta": meta}
+        request = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}
+        body = json.dumps(request).encode()
+        head = (
+            f"POST /mcp HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {gateway.owner}\r\n"
+            "Content-Type: application/json\r\nAccept: application/json, text/event-stream\r\n"
+            "MCP-Protocol-Version: 2026-07-28\r\nMcp-Method: tools/call\r\nMcp-Name:   sessions_list  \r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        async with asyncio.timeout(BOUND):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(head.encode() + body)
+            answer = await reader.read()
+            writer.close()
+        assert answer.startswith(b"HTTP/1.1 200 "), answer

@@ -87,7 +87,7 @@ def build_server(provider: Provider) -> Server[Any]:
         try:
             text = await provider.read_resource(uri)
         except AntiphonError as error:
-            raise _build_protocol_error(context, error) from error
+            raise _build_protocol_error(context, error, uri) from error
         contents = types.TextResourceContents(
             uri=uri, mime_type=provider.resource_template.media_type, text=text
         )
@@ -110,6 +110,8 @@ def build_server(provider: Provider) -> Server[Any]:
 
 async def serve_request(server: Server[Any], body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer one POST whose body has been read. Its handler is cancelled when the client disconnects."""
+    # The HTTP parser keeps spaces at the end of a header, and the library compares headers with the body.
+    scope = {**scope, "headers": [(name, value.strip(b" \t")) for name, value in scope["headers"]]}
     if _names_session(Headers(scope=scope)):
         await _build_session_missing_response()(scope, receive, send)
         return
@@ -148,12 +150,14 @@ def _find_progress_report(context: Context) -> ReportProgress | None:
     return context.session.report_progress
 
 
-def _build_protocol_error(context: Context, error: AntiphonError) -> MCPError:
+def _build_protocol_error(context: Context, error: AntiphonError, uri: str | None = None) -> MCPError:
     if error.who != "caller":
         return MCPError(types.INTERNAL_ERROR, str(error))
     is_missing_resource = isinstance(error, NotFound) and context.method == "resources/read"
-    if is_missing_resource and context.protocol_version not in MODERN_PROTOCOL_VERSIONS:
-        return MCPError(RESOURCE_NOT_FOUND_CODE, str(error))
+    if is_missing_resource:
+        is_modern = context.protocol_version in MODERN_PROTOCOL_VERSIONS
+        code = types.INVALID_PARAMS if is_modern else RESOURCE_NOT_FOUND_CODE
+        return MCPError(code, str(error), data=None if uri is None else {"uri": uri})
     return MCPError(types.INVALID_PARAMS, str(error))
 
 
