@@ -17,6 +17,7 @@ Json = dict[str, Any]
 MODE = sys.argv[1]
 LEVELS = 5000
 NOISE_LINES = 1000
+MORE_TOOLS = ("drip", "wrong") if MODE == "misbehaving" else ()
 
 
 def send(message: Json) -> None:
@@ -42,6 +43,8 @@ def nest(levels: int) -> Json:
 
 def list_tools(params: Json) -> Json:
     match MODE:
+        case "wrong_list":
+            return {"tools": [{"name": 5}]}
         case "endless":
             page = int(params.get("cursor") or 0)
             tools = [describe_tool(f"tool{page}")]
@@ -66,7 +69,7 @@ def list_tools(params: Json) -> Json:
             pattern = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(a+)+$"}}}
             return {"tools": [*tools, describe_tool("output", outputSchema=pattern)]}
         case _:
-            return {"tools": [describe_tool(name) for name in ("echo", "hang", "big", "look")]}
+            return {"tools": [describe_tool(name) for name in ("echo", "hang", "big", "look", *MORE_TOOLS)]}
 
 
 def call_tool(params: Json) -> Json:
@@ -75,6 +78,13 @@ def call_tool(params: Json) -> Json:
     if name == "hang":
         record("hang")
         time.sleep(3600)
+    if name == "drip":
+        while True:  # a character now and then, and never a whole message
+            sys.stdout.write("x")
+            sys.stdout.flush()
+            time.sleep(0.05)
+    if name == "wrong":
+        return {"content": 5}
     if name == "big":
         text = "x" * (40 * 1024 * 1024)
     if name == "look":
