@@ -131,7 +131,7 @@ async def test_claude_code_lists_and_messages_sessions(tmp_path: Path) -> None:
     model = ClientModel(CALLS, "All done.")
     with start_gateway(tmp_path / "gateway") as gateway:
         serve = [*COMMAND, "mcp", "serve", "--state-dir", create_session(gateway)]
-        server = {"command": serve[0], "args": serve[1:], "env": {}}
+        server: dict[str, Any] = {"command": serve[0], "args": serve[1:], "env": {}}
         (home / "mcp.json").write_text(json.dumps({"mcpServers": {"antiphon": server}}))
         async with model.running():
             claude = CACHE / "mcp" / "node_modules" / ".bin" / "claude"

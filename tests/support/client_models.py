@@ -85,10 +85,11 @@ class ClientModel:
         results = [json.dumps(block["content"]) for block in blocks if block.get("type") == "tool_result"]
         chosen = self._choose([tool["name"] for tool in body.get("tools", [])], results)
         usage = {"input_tokens": 1, "output_tokens": 1}
-        message = {"id": "msg_1", "type": "message", "role": "assistant", "model": "m", "content": []}
+        message: Json = {"id": "msg_1", "type": "message", "role": "assistant", "model": "m", "content": []}
         yield {"type": "message_start", "message": {**message, "stop_reason": None, "usage": usage}}
         if chosen is None:
-            block, delta = {"type": "text", "text": ""}, {"type": "text_delta", "text": self._text}
+            block: Json = {"type": "text", "text": ""}
+            delta: Json = {"type": "text_delta", "text": self._text}
         else:
             name, call = chosen
             block = {"type": "tool_use", "id": f"toolu_{len(results)}", "name": name, "input": {}}
@@ -118,11 +119,11 @@ class ClientModel:
                 if inner is not tool:
                     namespaces[inner["name"]] = tool["name"]
         chosen = self._choose(names, results)
-        response = {"id": "resp_1", "object": "response", "status": "in_progress", "output": []}
+        response: Json = {"id": "resp_1", "object": "response", "status": "in_progress", "output": []}
         yield {"type": "response.created", "response": response}
         item: Json
         if chosen is None:
-            part = {"type": "output_text", "text": self._text, "annotations": []}
+            part: Json = {"type": "output_text", "text": self._text, "annotations": []}
             item = {"type": "message", "id": "item_1", "role": "assistant", "content": [part]}
         else:
             name, call = chosen

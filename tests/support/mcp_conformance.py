@@ -11,7 +11,7 @@ from antiphon.mcp.server import ReportProgress, Resource, ResourcePage
 from antiphon.runtimes import ToolSpec
 
 STATIC_TEXT_URI = "test://static-text"
-SCHEMA_2020_12 = {
+SCHEMA_2020_12: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "type": "object",
     "$defs": {
@@ -51,8 +51,10 @@ class ConformanceProvider:
     def __init__(self, *_: Any) -> None: ...
 
     async def list_tools(self) -> Sequence[Tool]:
-        plain = {"type": "object", "properties": {}}
-        schemas = {name: plain for name in _TEXTS} | {"json_schema_2020_12_tool": SCHEMA_2020_12}
+        plain: dict[str, Any] = {"type": "object", "properties": {}}
+        schemas: dict[str, dict[str, Any]] = {name: plain for name in _TEXTS} | {
+            "json_schema_2020_12_tool": SCHEMA_2020_12
+        }
         return [
             Tool(spec=ToolSpec(name=name, description=f"Tool {name}.", parameters=schema), invoke=_refuse)
             for name, schema in schemas.items()
