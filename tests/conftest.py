@@ -59,6 +59,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="kill at every moment of a turn with commands, not at some",
     )
+    parser.addoption(
+        "--link-swap-seconds",
+        type=int,
+        default=5,
+        help="seconds of file tools while a command swaps links; over 60 also needs --timeout",
+    )
     parser.addoption("--storm", type=float, default=0, help="seconds of random faults for three replicas")
 
 

@@ -29,6 +29,7 @@ from support.planned_work import BACK, FRONT, WORK
 
 SAMPLE = 18  # kills of a turn in one life
 POSTGRES_SAMPLE = 7
+EVERY_MOMENT_SECONDS = 3600  # of one test with all moments, on a busy machine
 VICTIMS = ("", "keeper@", "both@")
 KEEPER_STEPS = 48  # roughly; a step that is not reached is no kill
 needs_bwrap = pytest.mark.skipif(
@@ -67,7 +68,7 @@ def list_moments(servers: Servers, home: Path, name: str) -> list[Kill]:
     return [*awaits, *map(str, range(1, commits + 1)), FRONT, BACK]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(EVERY_MOMENT_SECONDS)
 @pytest.mark.requirement("T5", "AT1", "AT2", "AT4", "AT20")
 @pytest.mark.parametrize(
     "shape", [pytest.param(name, marks=needs_bwrap) if not WORK[name] else name for name in WORK]
@@ -92,7 +93,7 @@ def test_work_survives_a_kill_of_the_gateway_the_keeper_or_both_at_any_moment(
     assert died > len(kills) // 2
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(EVERY_MOMENT_SECONDS)
 @pytest.mark.requirement("T5", "AT20")
 def test_work_survives_several_kills_in_a_row(
     servers: Servers,

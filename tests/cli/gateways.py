@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from subprocess import Popen
 from typing import Any
@@ -33,9 +33,11 @@ class Gateway:
 
 
 @contextmanager
-def up(program: Program, port: int = 0, *, join: bool = False) -> Generator[Gateway]:
+def up(
+    program: Program, port: int = 0, *, join: bool = False, options: Sequence[str] = ()
+) -> Generator[Gateway]:
     """A gateway that takes connections."""
-    process = program.start("up", "--port", str(port), "--json", *(["--join"] if join else []))
+    process = program.start("up", "--port", str(port), "--json", *(["--join"] if join else []), *options)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -46,6 +46,7 @@ _RUN_FRONT = _call(
     "exec",
     command=f"echo once >> {FRONT}; setsid sleep 3600 > /dev/null 2>&1 & echo out; sleep 0.25; exit {FRONT_EXIT_CODE}",
     timeout=MAX_SECONDS,
+    yieldMs=1000 * MAX_SECONDS,
 )
 _RUN_BACK = _call(
     "exec",

