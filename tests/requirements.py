@@ -151,6 +151,12 @@ CONTRACT: dict[str, tuple[Part, str]] = {
         "MCP clients use the session tools and transcripts at /mcp and over stdio, in both generations, with the rights"
         " of a token, as an operator or as a named session; waits fit clients' patience.",
     ),
+    "M3": (
+        "tools",
+        "An agent can be an ACP program: a process per session, in the sandbox when the session is, its conversation"
+        " loaded after a restart, its text and calls in the transcript, its permission requests under the policy for"
+        " commands; it can be spawned.",
+    ),
     "T8": ("tools", "A typed Python function marked with antiphon.tool is a tool, loaded from tools.python."),
     "B1": (
         "tools",
@@ -365,6 +371,11 @@ WORK: dict[str, tuple[Part, str]] = {
         "tools",
         "An MCP server that is down affects neither the others nor the start, and model and operator read why; a login"
         " survives restarts.",
+    ),
+    "AT19": (
+        "tools",
+        "The handshake of an ACP program is bounded, every turn ends with text or a named error, and no process is"
+        " left.",
     ),
     "AT15": (
         "tools",

@@ -473,6 +473,8 @@ def within(place: str, value: object) -> Any:
     inner: Any = within(rest, value) if rest else value
     if step == "[]":
         return [{"id": "m", **inner}]
+    if step == "runtime" and "acp" in inner:
+        return {"runtime": {"type": "acp", "acp": {"command": "sh", **inner["acp"]}}}
     return {"p": {"baseUrl": "http://h", **inner}} if step == "*" else {step: inner}
 
 
@@ -480,6 +482,7 @@ def within(place: str, value: object) -> Any:
 def test_each_key_without_effect_is_told_with_what_to_do_instead(place: str) -> None:
     values: dict[str, tuple[object, object]] = {  # one to be told of, and one that asks for nothing
         "fallbacks": (["p/m"], []),
+        "backend": ("acpx", None),
         "resetTriggers": (["/fresh"], ["/new", "/reset"]),
         "identityLinks": ({"ann": ["telegram:1"]}, {}),
         "threadBindings": ({"enabled": True}, {}),
@@ -988,9 +991,9 @@ def test_unknown_key_lists_the_valid_ones_when_nothing_is_near() -> None:
         ({"agents": {"list": [{"id": "a b"}]}}, "agents.list[0].id", "an agent id"),
         ({"agents": {"list": [{"id": "é"}]}}, "agents.list[0].id", "an agent id"),
         (
-            {"agents": {"list": [{"id": "a", "runtime": {"type": "acp"}}]}},
+            {"agents": {"list": [{"id": "a", "runtime": {"type": "docker"}}]}},
             "agents.list[0].runtime.type",
-            "'function'; 'acp'",
+            "'function' or 'acp'; 'docker'",
         ),
         (
             {"models": {"providers": {"p": {"baseUrl": "ftp://x"}}}},

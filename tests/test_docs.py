@@ -33,6 +33,7 @@ def list_blocks(language: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("page", "text"), list_blocks("json5"))
 def test_configurations_in_the_documents_load(page: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "my_agents", ModuleType("my_agents"))  # the reader's own
+    monkeypatch.setattr("shutil.which", lambda name: name)  # type: ignore[misc]
     config, warnings = parse(pyjson5.decode(text))
     assert config.agent_ids, page
     assert not warnings, page

@@ -62,6 +62,7 @@ from antiphon.workspace.sandbox_pruning import SandboxPruner
 
 if TYPE_CHECKING:
     from antiphon.mcp.servers import McpServers
+    from antiphon.runtimes.acp.sessions import AcpSessions
 
 __all__ = ["App", "open_app", "open_app_operations", "open_operations_readonly"]
 
@@ -128,6 +129,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
             sandboxes = Sandboxes(config, home.path)
             launcher = create_command_launcher(config, sandboxes, home.path)
             mcp_servers = _create_mcp_servers(config, home.path, clock, toolbox, sandboxes)
+            acp_sessions = _create_acp_sessions(config, home.path, sandboxes)
             load_run_setup = RunSetupBuilder(
                 config,
                 runtimes,
@@ -137,6 +139,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 launcher.wait_until_examined,
                 sandboxes.explain_unavailable,
                 mcp_servers,
+                acp_sessions,
             )
             engine = _build_engine(config, store, coordination, load_run_setup, session_resolver, options)
             scheduler = Scheduler(
@@ -186,6 +189,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
             )
             async with (
                 aclosing(mcp_servers) if mcp_servers is not None else nullcontext(),
+                aclosing(acp_sessions) if acp_sessions is not None else nullcontext(),
                 aclosing(launcher),
                 aclosing(command_tools.commands),
                 _run_mirror(mirror, home),
@@ -205,6 +209,15 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                     store=store,
                     mcp_servers=mcp_servers,
                 )
+
+
+def _create_acp_sessions(config: Config, state_dir: Path, sandboxes: Sandboxes) -> AcpSessions | None:
+    if not config.acp_agent_ids:
+        return None
+    from antiphon.runtimes.acp.sessions import AcpSessions  # noqa: PLC0415
+    from antiphon.workspace.agent_programs import AgentProgramLauncher  # noqa: PLC0415
+
+    return AcpSessions(config, state_dir, AgentProgramLauncher(config, state_dir, sandboxes).prepare)
 
 
 def _create_mcp_servers(

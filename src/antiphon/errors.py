@@ -330,6 +330,12 @@ class CredentialsRefused(ProviderError):
     """The provider refused the API key, which may have been rotated since it was read."""
 
 
+class AgentProgramFailed(ProviderError):
+    """The ACP program that answers for an agent could not be started, broke the protocol, or ended during a turn."""
+
+    code = "agent_program_failed"
+
+
 class ContextOverflow(ProviderError):
     """The conversation exceeds the model's context window; the engine compacts it and tries again."""
 

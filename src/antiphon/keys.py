@@ -136,6 +136,11 @@ class SessionKey(msgspec.Struct, frozen=True):
                 "Use keys.GLOBAL_KEY unchanged.",
             )
 
+    @property
+    def is_spawned(self) -> bool:
+        """Whether it is the key of a sub-agent: of a model, or of an ACP program."""
+        return self.shape in ("subagent", "acp")
+
     def __str__(self) -> str:
         return "main" if self.shape == "global" else f"agent:{self.agent_id}:{self.rest}"
 
@@ -350,8 +355,9 @@ def owned_key(agent_id: str, shape: OwnedKeyShape, owned_id: str) -> SessionKey:
     return SessionKey(validate_agent_id(agent_id), shape, owned_id)
 
 
-def subagent_key(agent_id: str, uuid: str) -> SessionKey:
-    return owned_key(agent_id, "subagent", uuid)
+def subagent_key(agent_id: str, uuid: str, *, is_program: bool = False) -> SessionKey:
+    """The key of a sub-agent; one whose agent is an ACP program has a word of its own."""
+    return owned_key(agent_id, "acp" if is_program else "subagent", uuid)
 
 
 def _resolve_linked_peer(channel: str, peer: str, links: Mapping[str, Sequence[str]]) -> str:

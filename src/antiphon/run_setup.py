@@ -21,13 +21,16 @@ from antiphon.engine.sessions.identity import (
     get_answering_model,
 )
 from antiphon.errors import Forbidden, NotFound
+from antiphon.runtimes import Runtime
 from antiphon.runtimes.model import ModelRuntime
 from antiphon.runtimes.registry import ConcurrencyLimitedRuntime, RuntimeRegistry
+from antiphon.runtimes.turns import TurnRuntime
 from antiphon.tool_selection import ToolAudience
 from antiphon.workspace.bootstrap import BootstrapReader
 
 if TYPE_CHECKING:
     from antiphon.mcp.servers import McpServers
+    from antiphon.runtimes.acp.sessions import AcpSessions
 
 MAX_TOOL_RESULT_CHARACTERS = 200_000  # more would not fit a prompt anyway
 
@@ -45,6 +48,7 @@ class RunSetupBuilder:
         wait_until_examined: Callable[[], Awaitable[None]],
         explain_missing_sandbox: Callable[[str], str | None],
         mcp_servers: McpServers | None,
+        acp_sessions: AcpSessions | None = None,
     ) -> None:
         self._config = config
         self._secret = secret
@@ -52,6 +56,7 @@ class RunSetupBuilder:
         self._wait_until_examined = wait_until_examined
         self._explain_missing_sandbox = explain_missing_sandbox
         self._mcp_servers = mcp_servers
+        self._acp_sessions = acp_sessions
         self._runtimes = runtimes
         self._agents = {agent_id: config.get_agent(agent_id) for agent_id in config.agent_ids}
         self._identities = identities
@@ -71,14 +76,19 @@ class RunSetupBuilder:
                 "Add it to agents.list, or archive the session.",
             )
         key = keys.parse(claim.session_key)
-        runtime = await self._runtimes.get_runtime(agent.id, claim.model)
+        is_program = agent.runtime.type == "acp"
+        runtime: Runtime | TurnRuntime
+        if is_program and self._acp_sessions is not None:
+            runtime = self._acp_sessions.get_runtime(agent.id)
+        else:
+            runtime = await self._runtimes.get_runtime(agent.id, claim.model)
         spec = runtime.spec if isinstance(runtime, ModelRuntime) else None
-        if key.shape == "subagent":
+        if key.shape == "subagent" and not isinstance(runtime, TurnRuntime):
             runtime = ConcurrencyLimitedRuntime(
                 runtime, self._get_subagent_slots(spec.provider if spec else None)
             )
         await self._wait_until_examined()
-        if self._mcp_servers is not None:
+        if self._mcp_servers is not None and not is_program:
             await self._mcp_servers.prepare_run(agent.tools.selection)
         identity = self._identities.resolve(
             agent.id,
@@ -102,11 +112,12 @@ class RunSetupBuilder:
                 agent,
                 claim,
                 nonce,
-                await self._bootstrap.read(agent, claim.session_key),
-                self._explain_missing_commands(agent, identity),
-                self._describe_mcp_servers(agent, claim, identity, nonce),
+                # A program reads the files of its directory and has tools of its own.
+                "" if is_program else await self._bootstrap.read(agent, claim.session_key),
+                "" if is_program else self._explain_missing_commands(agent, identity),
+                "" if is_program else self._describe_mcp_servers(agent, claim, identity, nonce),
             ),
-            tools=identity.tools,
+            tools={} if is_program else identity.tools,
             max_steps=agent.max_steps,
             reserve_tokens=agent.compaction.reserve_tokens,
             keep_tokens=agent.compaction.keep_recent_tokens,

@@ -68,8 +68,8 @@ class DeferredConfig(_Config):
     def default_agent_id(self) -> str:
         return self._validated.default_agent_id if self._has_any("agents") else DEFAULT_AGENT_ID
 
-    def uses_function(self, agent_id: str) -> bool:
-        return self._validated.uses_function(agent_id) if self._has_any("agents") else False
+    def uses_model(self, agent_id: str) -> bool:
+        return self._validated.uses_model(agent_id) if self._has_any("agents") else True
 
     def get_model_ref(self, agent_id: str) -> str:
         has = agent_id != DEFAULT_AGENT_ID or self._has_any("agents", "models")

@@ -113,6 +113,8 @@ def describe_answering_model(loaded: LoadedConfig, agent_id: str) -> str:
     runtime = loaded.config.get_agent(agent_id).runtime
     if runtime.type == "function":
         return f"function {runtime.target}"
+    if runtime.acp is not None:
+        return f"ACP program {runtime.acp.name}"
     return loaded.config.get_model_ref(agent_id)
 
 

@@ -9,6 +9,7 @@ import msgspec
 from pydantic import BeforeValidator, Field, Strict
 
 from antiphon.access import Control, Visibility
+from antiphon.config.acp import AcpProgramConfig
 from antiphon.config.base import (
     CALLABLE_TARGET_PATTERN,
     AgentId,
@@ -136,13 +137,13 @@ def _normalize_runtime_type(value: object) -> object:
 
 
 RuntimeType = Annotated[
-    Literal["model", "function"],
-    BeforeValidator(_normalize_runtime_type, Literal["model", "function", "embedded"]),
+    Literal["model", "function", "acp"],
+    BeforeValidator(_normalize_runtime_type, Literal["model", "function", "acp", "embedded"]),
 ]
 
 
 class RuntimeConfig(Section):
-    """What answers for an agent: a model (`embedded` is its older name) or a Python callable."""
+    """What answers for an agent: a model (`embedded` is its older name), a Python callable or an ACP program."""
 
     type: RuntimeType = "model"
     target: Annotated[str, Field(pattern=CALLABLE_TARGET_PATTERN)] | None = Field(
@@ -151,6 +152,7 @@ class RuntimeConfig(Section):
     history: bool = Field(
         default=True, description="Whether a function receives the earlier messages of the session."
     )
+    acp: AcpProgramConfig | None = Field(default=None, description="The program, for `acp`.")
 
 
 class AgentDefaults(Section):

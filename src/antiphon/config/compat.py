@@ -38,7 +38,7 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
     place: frozenset(keys.split())
     for place, keys in {
         "": (
-            "acp approvals audio auth bindings broadcast browser canvasHost cli commands"
+            "approvals audio auth bindings broadcast browser canvasHost cli commands"
             " crestodian diagnostics discovery env logging media memory messages meta"
             " nodeHost plugins proxy secrets skills talk ui update web wizard"
         ),
@@ -69,6 +69,8 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
         "tools.exec": _EXEC_KEYS,
         "agents.list.[].tools.exec": _EXEC_KEYS,
         "tools.web.fetch": "cacheTtlMinutes firecrawl maxCharsCap provider readability",
+        "acp": "backend dispatch fallbacks stream",
+        "acp.runtime": "installCommand",
         "mcp": "allowed excluded serverCommand",
         "mcp.servers.*": _MCP_SERVER_KEYS,
         "mcpServers.*": _MCP_SERVER_KEYS,
@@ -135,6 +137,7 @@ FOREIGN_KEY_ADVICE: dict[str, str] = {
     "exec.reviewer": "people decide, not a model. Use 'tools.exec.ask' and `antiphon approvals`.",
     "exec.safeBinProfiles": "the arguments of 'safeBins' follow one rule. Use 'tools.exec.allowlist' for others.",
     "exec.strictInlineEval": "inline code is never covered by 'allowlist'. Remove it.",
+    "acp.backend": "programs are started directly. Set 'runtime.acp' of an agent.",
     "sandbox.browser": "agents have no browser. Use the tool 'web_fetch'.",
     "sandbox.perSession": "'sandbox.scope' replaces it. Use 'session', 'agent' or 'shared'.",
     "sandbox.ssh": "commands run on this machine. Use 'sandbox.backend' with 'bwrap'.",
@@ -185,6 +188,7 @@ UNUSED_KEYS: dict[str, str] = {
     "models.providers.*.models.[].reasoning": (
         "the capabilities of a model are derived from its name. Use an agent's 'thinkingDefault' to enable thinking."
     ),
+    "agents.list.[].runtime.acp.backend": "programs are started directly. Remove it.",
     "gateway.controlUi.enabled": _CONTROL_UI_ADVICE,
     "gateway.controlUi.basePath": _CONTROL_UI_ADVICE,
 }

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, field_serializer
 
+from antiphon.config.acp import AcpConfig
 from antiphon.config.agents import (
     IMPLICIT_AGENT_ID,
     AgentConfig,
@@ -62,6 +63,7 @@ class Config(Section):
         default_factory=dict[str, McpServerConfig],
         description="Servers as other programs write them: `mcp.servers`.",
     )
+    acp: AcpConfig = Field(default_factory=AcpConfig.model_construct)
     channels: dict[str, dict[str, Any]] = Field(
         default_factory=dict[str, dict[str, Any]],
         repr=False,
@@ -132,9 +134,14 @@ class Config(Section):
         self._merged[agent_id] = merge_agent(entry, path, self.agents.defaults, self.tools)
         return self._merged[agent_id]
 
-    def uses_function(self, agent_id: str) -> bool:
-        """Whether a Python callable answers for the agent instead of a model."""
-        return self.get_agent(agent_id).runtime.type == "function"
+    def uses_model(self, agent_id: str) -> bool:
+        """Whether a configured model answers for the agent, and not a Python callable or an ACP program."""
+        return self.get_agent(agent_id).runtime.type == "model"
+
+    @property
+    def acp_agent_ids(self) -> tuple[str, ...]:
+        """The agents that are ACP programs."""
+        return tuple(entry.id for entry in self._entries.values() if entry.runtime.type == "acp")
 
     def get_model_ref(self, agent_id: str) -> str:
         """The agent's model as `provider/model`: its own, the default, or the first configured one."""
@@ -145,7 +152,7 @@ class Config(Section):
         """The model that looks at images for an agent: `imageModel`, else its own model if that accepts images."""
         if choice := self.get_agent(agent_id).image_model:
             return choice.primary
-        own = None if self.uses_function(agent_id) else self.get_model_ref(agent_id)
+        own = self.get_model_ref(agent_id) if self.uses_model(agent_id) else None
         return own if own is not None and "image" in self.find_model(own).model.input else None
 
     @property

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any, cast, get_args
 
 from antiphon.command_patterns import has_wildcards, is_wrapper, parse_pattern, runs_programs
+from antiphon.config.acp_checks import check_acp, check_program, find_program_warnings
 from antiphon.config.addresses import check_store_url, is_ip, is_loopback, parse_bus_addresses
 from antiphon.config.agents import merge_loop_detection
 from antiphon.config.compat import find_unused_keys
@@ -52,6 +53,7 @@ def find_contradictions(config: Config) -> list[Problem]:
         *_check_sandbox_networks(config),
         *_check_loop_detection(config),
         *check_servers(config.list_mcp_servers()),
+        *check_acp(config),
     ]
 
 
@@ -84,6 +86,7 @@ def find_warnings(config: Config) -> Iterator[str]:
     yield from _warn_exec(config)
     yield from _warn_allowlists(config)
     yield from _warn_sandboxed_functions(config)
+    yield from find_program_warnings(config)
     yield from _warn_container_networks(config)
     yield from _warn_agents_out_of_sight(config)
     yield from _warn_reach_without_effect(config)
@@ -227,6 +230,7 @@ def _check_agents(config: Config) -> Iterator[Problem]:
         if (entry.runtime.type == "function") != (entry.runtime.target is not None):
             what = f"{path + '.runtime'!r} must have a 'target' if, and only if, its 'type' is 'function'."
             yield Problem(f"{path}.runtime.target", what)
+        yield from check_program(f"{path}.runtime", entry.runtime)
     marked = [index for index, entry in enumerate(config.agents.list) if entry.default]
     if len(marked) > 1:
         paths = " and ".join(f"'agents.list[{index}]'" for index in marked)

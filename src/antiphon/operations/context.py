@@ -209,9 +209,9 @@ class OperationContext:
     def _resolve_answering_model(self, agent_id: str, chosen: str | None, last: str | None) -> AnsweringModel:
         """Return the session's own model, else its agent's; if neither is configured, the one that answered last.
 
-        For an agent whose runtime is a function that is the name of the function, once it has answered.
+        For an agent without a configured model that is what its function or program has named, once it has answered.
         """
-        if agent_id in self.config.agent_ids and self.config.uses_function(agent_id):
+        if agent_id in self.config.agent_ids and not self.config.uses_model(agent_id):
             return AnsweringModel(last, None)
         own = self.config.get_model_ref(agent_id) if agent_id in self.config.agent_ids else None
         for name in (chosen, own):

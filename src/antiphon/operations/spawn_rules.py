@@ -104,11 +104,7 @@ class SpawnRules:
         if not request.attachments:
             return []
         if request.runtime == "acp":
-            raise InvalidInput(
-                "A child of runtime 'acp' takes no attachments.",
-                "Leave them out, or use runtime 'subagent'.",
-                field="attachments",
-            )
+            raise _build_program_attachments_error()
         if not given.enabled:
             raise _build_refusal(
                 "attachments",
@@ -141,10 +137,11 @@ class SpawnRules:
         own = self._config.get_agent(requester.agent_id)
         actor = self._build_actor(caller, requester)
         target = self._resolve_target_agent(caller, requester, own, request)
+        is_program = self._check_runtime(target, request)
         parent = self._compute_current_permissions(requester, own, actor)
         # The caller's key may be any text; the id derived from it is part of a session key and names a folder.
         child_id = str(uuid.uuid5(CHILD_ID_NAMESPACE, f"{session['key']}\n{task_id}"))
-        child_key = keys.subagent_key(target.id, child_id)
+        child_key = keys.subagent_key(target.id, child_id, is_program=is_program)
         self._check_depth(session, parent)
         await self._check_children(tx, session, own)
         await _check_breaker(tx, target.id, request.task, now)
@@ -157,8 +154,8 @@ class SpawnRules:
             child_key=child_key,
             task=request.task,
             label=request.label.strip() if request.label else None,
-            model=request.model or _get_default_model(target),
-            thinking=request.thinking or target.subagents.thinking,
+            model=None if is_program else request.model or _get_default_model(target),
+            thinking=None if is_program else request.thinking or target.subagents.thinking,
             deadline_at=_compute_deadline(target, request, now),
             instructions=self._build_instructions(session, child_key, permissions, request),
             sandboxed=sandboxed,
@@ -175,7 +172,8 @@ class SpawnRules:
             raise InvalidInput(
                 "An agent must be named.", "Call agents_list, then pass agentId.", field="agentId"
             )
-        agent_id = keys.validate_agent_id(request.agent_id) if request.agent_id else own.id
+        chosen = request.agent_id or (self._config.acp.default_agent if request.runtime == "acp" else None)
+        agent_id = keys.validate_agent_id(chosen) if chosen else own.id
         target = TargetSession(str(keys.subagent_key(agent_id, "new")), agent_id)
         configured = self._config.agent_ids
         access.authorize(
@@ -190,6 +188,41 @@ class SpawnRules:
                 f"These can: {', '.join(allowed) or 'none'}.",
             )
         return self._config.get_agent(agent_id)
+
+    def _check_runtime(self, target: AgentConfig, request: SpawnRequest) -> bool:
+        """Check that what executes the child can do what is asked. Returns whether it is an ACP program."""
+        acp, programs = self._config.acp, self._config.acp_agent_ids
+        if target.runtime.type != "acp":
+            if request.runtime != "acp":
+                return False
+            hint = (
+                f"Pass agentId: {', '.join(programs)}."
+                if programs
+                else "Leave runtime out, or use 'subagent'."
+            )
+            raise _build_refusal("runtime", f"Agent {target.id!r} is not an ACP program.", hint)
+        if not acp.enabled:
+            raise _build_refusal(
+                "runtime", "Agents that are ACP programs are switched off.", "Spawn another agent."
+            )
+        if acp.allowed_agents is not None and not access.matches_agent_patterns(
+            target.id, acp.allowed_agents
+        ):
+            raise _build_refusal(
+                "agent",
+                f"Agent {target.id!r} may not be spawned as a program ('acp.allowedAgents').",
+                f"These may: {', '.join(acp.allowed_agents) or 'none'}.",
+            )
+        if request.attachments:
+            raise _build_program_attachments_error()
+        for field in ("model", "thinking"):
+            if getattr(request, field) is not None:
+                raise InvalidInput(
+                    f"Agent {target.id!r} is a program, which chooses its {field} itself.",
+                    f"Leave {field!r} out.",
+                    field=field,
+                )
+        return True
 
     def get_stored_permissions(self, requester: SpawnRequester) -> SubagentPermissions | None:
         """Return the stored permissions of a sub-agent's session; None for other sessions."""
@@ -357,10 +390,14 @@ def _check_mode(request: SpawnRequest) -> None:
             "This session's channel has no threads to bind a child to.",
             "Leave thread out: the report is posted to this chat.",
         )
-    if request.runtime == "acp" and not request.attachments:
-        raise _build_refusal(
-            "runtime", "There is no runtime 'acp' here.", "Leave runtime out, or use 'subagent'."
-        )
+
+
+def _build_program_attachments_error() -> InvalidInput:
+    return InvalidInput(
+        "A child of runtime 'acp' takes no attachments.",
+        "Leave them out, or use runtime 'subagent'.",
+        field="attachments",
+    )
 
 
 async def _check_breaker(tx: Tx, agent_id: str, task: str, now: int) -> None:

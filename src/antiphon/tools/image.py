@@ -63,7 +63,7 @@ class ImageViewer(msgspec.Struct, frozen=True):
         """Return why no model looks at images for an agent, or None if one does."""
         if self.config.find_image_model_ref(agent_id) is not None:
             return None
-        own = "" if self.config.uses_function(agent_id) else ", or list 'image' in 'input' of its own model"
+        own = ", or list 'image' in 'input' of its own model" if self.config.uses_model(agent_id) else ""
         return (
             f"No model looks at images for the agent {agent_id!r}. Set 'agents.defaults.imageModel' to one that"
             f" accepts images{own}."

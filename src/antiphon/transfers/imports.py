@@ -206,7 +206,7 @@ async def _write_session(
     )
     row = await sessions.create_session(tx, source.key, started_at, new_session)
     # A sub-agent gets its label even if it is taken, as it does when it is spawned.
-    keeps_label = source.archived_at or source.key.shape == "subagent"
+    keeps_label = source.archived_at or source.key.is_spawned
     stored = columns if keeps_label else await _drop_taken_label(tx, row, columns)
     result.label_taken = stored["label"] is not None and not source.archived_at
     result.label_left_out = stored["label"] != columns["label"]

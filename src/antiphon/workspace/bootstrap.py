@@ -91,10 +91,10 @@ class BootstrapReader:
 
 def select_file_names(session_key: str) -> Sequence[str]:
     """Return which files a session reads."""
-    shape = keys.parse(session_key).shape
-    if shape == "subagent":
+    key = keys.parse(session_key)
+    if key.is_spawned:
         return SUBAGENT_FILE_NAMES
-    return MAIN_SESSION_FILE_NAMES if shape == "main" else BOOTSTRAP_FILE_NAMES
+    return MAIN_SESSION_FILE_NAMES if key.shape == "main" else BOOTSTRAP_FILE_NAMES
 
 
 def format_files(texts: Sequence[tuple[str, str]], max_characters: int, max_total_characters: int) -> str:

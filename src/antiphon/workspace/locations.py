@@ -150,7 +150,7 @@ def locate_session_workspace(agent: AgentConfig, session_key: str, state_dir: Pa
 def locate_subagent_directory(session_key: str) -> str:
     """Return the directory of a sub-agent relative to the workspace of its agent; empty for other sessions."""
     key = keys.parse(session_key)
-    if key.shape != "subagent":
+    if not key.is_spawned:
         return ""
     name = key.id if _PLAIN_NAME_PATTERN.fullmatch(key.id) else _hash_name(key.id)
     return f"{SUBAGENTS_DIRECTORY_NAME}/{name}"

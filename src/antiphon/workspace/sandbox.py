@@ -151,7 +151,7 @@ class Sandboxes:
         selected = await self._select(agent)
         if selected.backend is None:
             raise SandboxUnavailable(*selected.status.describe_faults())
-        cwd = _resolve_workdir(workspace, workdir)
+        cwd = resolve_workdir(workspace, workdir)
         numbers = await asyncio.to_thread(self._prepare_directories, agent, workspace, cwd)
         try:
             python = self._find_proxy_python(agent) if has_proxy else None
@@ -362,7 +362,7 @@ def _list_backend_names(settings: SandboxConfig) -> list[SandboxBackendName]:
     return names
 
 
-def _resolve_workdir(workspace: SessionWorkspace, workdir: str | None) -> str:
+def resolve_workdir(workspace: SessionWorkspace, workdir: str | None) -> str:
     """Return the working directory inside: absolute there, relative to the workspace, or named as on the host."""
     start = posixpath.join(WORKSPACE_MOUNT, workspace.start)
     path = posixpath.normpath(posixpath.join(start, workdir or "."))

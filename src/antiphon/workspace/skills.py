@@ -39,7 +39,7 @@ def has_skills(workspace: Path) -> bool:
 
 async def read_skills(workspace: Path, session_key: str) -> str:
     """Return the part of the system prompt that lists the skills; empty without any."""
-    if keys.parse(session_key).shape == "subagent":
+    if keys.parse(session_key).is_spawned:
         return ""
     skills = await asyncio.to_thread(_load_skills, workspace)
     lines = [f"- {skill.name} ({skill.path}): {skill.description}" for skill in skills]

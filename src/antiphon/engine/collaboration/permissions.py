@@ -59,7 +59,7 @@ class SubagentPermissionResolver:
 
     def resolve(self, agent_id: str, session_key: str, stored: str | None) -> SubagentPermissions | None:
         """Return a session's maximum permissions, given those stored in its row; None if it is not a sub-agent."""
-        if stored is not None or keys.parse(session_key).shape != "subagent":
+        if stored is not None or not keys.parse(session_key).is_spawned:
             return decode_permissions(stored)
         tools = tuple(self.list_tool_names(self._config.get_agent(agent_id), depth=0))
         return SubagentPermissions(tools=tools, agents=(agent_id,), read="all", send="all", depth=0)

@@ -166,6 +166,24 @@ async def _load_tail(tx: Tx, transcript: int, since: int, tokens: int) -> tuple[
     return found[::-1], before
 
 
+async def load_entries_between(
+    tx: Tx, transcript: int, since: int, before: int, tokens: int
+) -> list[NumberedMessage]:
+    """Return the entries from `since` up to but without `before`, at most about `tokens` tokens of the latest."""
+    found: list[NumberedMessage] = []
+    while tokens > 0 and before > since:
+        page = await tx.all(
+            SQL.tail, transcript=transcript, since=since, before=before, limit=ENTRIES_PER_PAGE
+        )
+        entries = _decode_rows(page)
+        found += entries
+        if len(page) < ENTRIES_PER_PAGE:
+            break
+        tokens -= sum(estimate_tokens(entry.message) for entry in entries)
+        before = page[-1]["seq"]
+    return found[::-1]
+
+
 def _decode_rows(rows: Iterable[Row]) -> list[NumberedMessage]:
     return [
         NumberedMessage(row["seq"], message, row["run"])

@@ -31,10 +31,11 @@ from antiphon.engine.runs.tool_invocation import (
     find_call_error,
     invoke_tool,
 )
+from antiphon.engine.runs.whole_turns import EngineTurnHost
 from antiphon.engine.sessions import transcripts
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.engine.toolbox import OutputListener, Tool, ToolOutput
-from antiphon.errors import AntiphonError, ContextOverflow
+from antiphon.errors import AntiphonError, ContextOverflow, InvalidInput
 from antiphon.messages import (
     INJECTED_MODEL,
     AssistantMessage,
@@ -52,6 +53,7 @@ from antiphon.runtimes.tool_calls import (
     MAX_TOOL_CALLS_PER_ANSWER,
     make_storable_id,
 )
+from antiphon.runtimes.turns import TurnIdentity, TurnRuntime
 from antiphon.store import Store
 from antiphon.tracing import start_span
 
@@ -72,7 +74,7 @@ _TOO_MANY_CALLS = ToolOutput(
 class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Runtime, tools and limits of a run; computed once, when it starts."""
 
-    runtime: Runtime
+    runtime: Runtime | TurnRuntime
     caller: Caller
     """The identity with which the session calls tools."""
     instructions: str
@@ -138,8 +140,10 @@ class RunLoop:
             )
             if ending := self._find_tool_ending():
                 return ending
+        if isinstance(self._setup.runtime, TurnRuntime):
+            return await self._run_whole_turn(self._setup.runtime)
         for _ in range(self._setup.max_steps):
-            answer = await self._request_answer()
+            answer = await self._request_answer(self._setup.runtime)
             if not answer.tool_calls:
                 self._deltas.flush()  # nothing may be streamed after the entry that completes it
                 return _build_ending(answer, has_usage=self._may_have_usage or answer.usage is not None)
@@ -152,6 +156,43 @@ class RunLoop:
             error_code="max_steps",
             error=f"The run took {self._setup.max_steps} steps without an answer. "
             "Ask for less at once, or raise agents.defaults.maxSteps.",
+        )
+
+    async def _run_whole_turn(self, runtime: TurnRuntime) -> RunEnding:
+        """Let the runtime answer with tools of its own."""
+        claim, setup = self._claim, self._setup
+        if claim.options is not None and claim.options.tools:
+            raise InvalidInput(
+                f"Agent {claim.agent_id!r} is a program with tools of its own; it takes none from a request.",
+                "Leave 'tools' out, or ask another agent.",
+                field="tools",
+            )
+        host = EngineTurnHost(
+            identity=TurnIdentity(
+                run_id=claim.run_id,
+                run_number=claim.n,
+                session_key=claim.session_key,
+                session_id=claim.session_id,
+                first_seq=claim.first_seq,
+                caller=setup.caller,
+                is_resumed=claim.resumed,
+            ),
+            claim=claim,
+            store=self._store,
+            clock=self._clock,
+            nonce=setup.nonce,
+            gate=self._approval_gate,
+            approval_timeout_seconds=setup.approval_timeout_seconds,
+            used_call_ids=self._call_ids,
+            commit=self._commit_messages,
+            on_tool=self._on_tool,
+        )
+        with start_span("turn", run_id=claim.run_id):
+            answer = await runtime.run_turn(self._build_prompt(), host, self._deltas)
+        self._deltas.flush()
+        return _build_ending(
+            self._replace_unsafe_model_name(answer),
+            has_usage=self._may_have_usage or answer.usage is not None,
         )
 
     def _find_tool_ending(self) -> RunEnding | None:
@@ -233,16 +274,16 @@ class RunLoop:
                 context.load_call_ids_since, claim.transcript, claim.first_seq
             )
 
-    async def _request_answer(self) -> AssistantMessage:
+    async def _request_answer(self, runtime: Runtime) -> AssistantMessage:
         """Request one answer from the runtime, compacting the context first if necessary."""
         while True:
             if self._is_too_long():
-                await self._compact_context()
+                await self._compact_context(runtime)
             try:
                 with start_span("model_step", run_id=self._claim.run_id, model=self._claim.model):
-                    answer = await self._setup.runtime.step(self._build_prompt(), self._deltas)
+                    answer = await runtime.step(self._build_prompt(), self._deltas)
             except ContextOverflow:
-                if not await self._compact_context():
+                if not await self._compact_context(runtime):
                     raise
             else:
                 if not self._is_too_long():
@@ -321,7 +362,7 @@ class RunLoop:
             window // 2, window - self._setup.reserve_tokens
         )
 
-    async def _compact_context(self) -> bool:
+    async def _compact_context(self, runtime: Runtime) -> bool:
         """Replace the older part of the context with a summary. False if nothing was replaced."""
         cut = context.find_cut_index(self._context, self._setup.keep_tokens)
         if cut == 0 or self._compactions >= MAX_CONSECUTIVE_COMPACTIONS:
@@ -329,7 +370,7 @@ class RunLoop:
         self._compactions += 1
         older = self._context.messages[:cut]
         summary = self._replace_unsafe_model_name(
-            await compaction.summarize(self._setup.runtime, self._build_prompt(), older)
+            await compaction.summarize(runtime, self._build_prompt(), older)
         )
         now = self._clock.now()
         # An empty summary is charged for, but must not replace the conversation.

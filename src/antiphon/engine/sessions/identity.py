@@ -119,5 +119,5 @@ def explain_tools(
 
 
 def get_answering_model(config: Config, agent_id: str, chosen: str | None) -> str | None:
-    """Return the model that answers in a session, as `provider/model`; None if it is a function."""
-    return None if config.uses_function(agent_id) else chosen or config.get_model_ref(agent_id)
+    """Return the model that answers in a session, as `provider/model`; None if no configured model does."""
+    return (chosen or config.get_model_ref(agent_id)) if config.uses_model(agent_id) else None

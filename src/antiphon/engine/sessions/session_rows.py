@@ -132,7 +132,7 @@ async def create_session(tx: Tx, key: SessionKey, now: int, properties: NewSessi
     session_id = properties.session_id or str(uuid.uuid4())
     parent = await tx.one(SQL.by_id, id=properties.parent) if properties.parent is not None else None
     # Also true if it was not spawned here: it was imported, or an operator wrote to the key.
-    subagent = key.shape == "subagent"
+    subagent = key.is_spawned
     transcript = await _insert_transcript(tx, session_id, str(key), properties.reason, now)
     row = await tx.one(
         SQL.insert,

@@ -1,0 +1,105 @@
+"""How the program of an ACP agent is started: on this machine, or in the sandbox of its session.
+
+A sandboxed session's program runs in that very sandbox, with the network that the agent's settings give it, or not at
+all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.access import Caller
+from antiphon.child_processes.processes import ChildCommand, build_environment
+from antiphon.errors import NotFound
+from antiphon.host_rules import HostRules
+from antiphon.paths import expand_home
+from antiphon.workspace.keeper.running_command import CommandProxy
+from antiphon.workspace.locations import SessionWorkspaceLocator
+from antiphon.workspace.sandbox import Sandboxes, resolve_workdir
+from antiphon.workspace.sandbox_network import PROXY_PLACEHOLDER
+
+if TYPE_CHECKING:
+    from antiphon.config import Config
+    from antiphon.config.acp import AcpProgramConfig
+
+
+class PreparedProgram(msgspec.Struct, frozen=True, kw_only=True):
+    """The complete description of a process, and what has to be given back."""
+
+    command: ChildCommand
+    cwd: str
+    """The directory it works in, by the name that it has there."""
+    is_sandboxed: bool
+    release_descriptors: Callable[[], None] = lambda: None
+    """Closes what only the process needs; called when it has been started."""
+    close: Callable[[], None] = lambda: None
+    """Called when it has ended."""
+
+
+class AgentProgramLauncher:
+    def __init__(self, config: Config, state_dir: Path, sandboxes: Sandboxes) -> None:
+        self._config = config
+        self._locate = SessionWorkspaceLocator(config, state_dir)
+        self._sandboxes = sandboxes
+
+    async def prepare(self, caller: Caller) -> PreparedProgram:
+        """Describe the process of a session's program.
+
+        Raises:
+            NotFound: the configured directory does not exist.
+            SandboxUnavailable: the session is sandboxed, and no sandbox works.
+        """
+        assert caller.agent_id is not None
+        program = self._config.get_agent(caller.agent_id).runtime.acp
+        assert program is not None
+        env = await asyncio.to_thread(lambda: {name: secret.reveal() for name, secret in program.env.items()})
+        argv = [str(expand_home(program.argv[0])), *program.argv[1:]]
+        if caller.sandboxed:
+            return await self._prepare_sandboxed(caller, program, argv, env)
+        cwd = await asyncio.to_thread(self._prepare_directory, caller, program)
+        return PreparedProgram(
+            command=ChildCommand(argv=argv, cwd=cwd, env=build_environment(env)), cwd=cwd, is_sandboxed=False
+        )
+
+    def _prepare_directory(self, caller: Caller, program: AcpProgramConfig) -> str:
+        if program.cwd is not None:
+            chosen = expand_home(program.cwd).absolute()
+            if not chosen.is_dir():
+                raise NotFound(
+                    f"The directory {str(chosen)!r} of the agent {caller.agent_id!r} does not exist.",
+                    "Create it, or change 'runtime.acp.cwd'.",
+                )
+            return str(chosen)
+        workspace = self._locate(caller).workspace
+        workspace.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return str(workspace.path)
+
+    async def _prepare_sandboxed(
+        self, caller: Caller, program: AcpProgramConfig, argv: list[str], env: dict[str, str]
+    ) -> PreparedProgram:
+        wrapped = await self._sandboxes.wrap(caller, argv, workdir=program.cwd, env=env)
+        cwd = resolve_workdir(self._locate(caller), program.cwd)
+        if wrapped.allowed_hosts is None:
+            command = ChildCommand(argv=wrapped.argv, cwd="/", env=wrapped.env, files=wrapped.files)
+            return PreparedProgram(command=command, cwd=cwd, is_sandboxed=True)
+        proxy = CommandProxy(HostRules(wrapped.allowed_hosts))
+        channel = proxy.open_channel()
+        return PreparedProgram(
+            command=ChildCommand(
+                argv=wrapped.argv,
+                cwd="/",
+                env=wrapped.env,
+                files=wrapped.files,
+                descriptors={PROXY_PLACEHOLDER: channel},
+            ),
+            cwd=cwd,
+            is_sandboxed=True,
+            release_descriptors=lambda: os.close(channel),
+            close=proxy.close,
+        )
