@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from cluster.database import Postgres
 from support.keepers import end_keeper, find_marked, wait_until_gone
-from support.replicas import open_replica_set
+from support.replicas import ACK_WAIT, open_replica_set
 
 pytestmark = pytest.mark.anyio
 
@@ -41,8 +42,10 @@ async def test_commands_of_a_dead_replica_are_interrupted(tmp_path: Path, postgr
             await replica_set.until_rows("SELECT 1 FROM exec_commands WHERE background = 1")
             await second.start()
             await first.kill()
+            killed_at = time.monotonic()
             sql = "SELECT 1 FROM exec_commands WHERE state = 'lost' HAVING count(*) = 2"
             await replica_set.until_rows(sql, seconds=GIVEN_UP_WITHIN_SECONDS)
+            assert time.monotonic() - killed_at >= ACK_WAIT, "the replica might have come back until then"
             view = await replica_set.wait_for_run_end(WAITING)
             assert view["reply"].startswith("Interrupted: ")
             await replica_set.until_rows("SELECT 1 FROM runs WHERE id LIKE 'wake:exec:%' AND state = 'ok'")
