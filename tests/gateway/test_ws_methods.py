@@ -479,6 +479,7 @@ async def test_chat_abort_stops_the_run_it_names_in_its_session(tmp_path: Path) 
         ] == "not_found"
         stopped = await client.call("chat.abort", sessionKey="main", runId="k1")
         assert stopped == {"ok": True, "aborted": True, "runIds": ["k1"]}
+        await client.call("agent.wait", runId="k1")
         assert (await client.call("chat.abort", sessionKey="main"))["aborted"] is False
 
 

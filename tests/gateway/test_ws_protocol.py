@@ -835,7 +835,7 @@ async def _count(gateway: GatewayFixture, number: int) -> bool:
 
 
 async def _subscribed(gateway: GatewayFixture, number: int) -> bool:
-    return sum(one.is_subscribed_to_all_sessions for one in gateway.served.hub.connections) == number
+    return len(gateway.served.hub.connections.session_subscribers) == number
 
 
 async def test_pieces_of_answers_are_left_out_for_who_lags_but_never_messages() -> None:

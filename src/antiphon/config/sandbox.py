@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, Strict
 from antiphon.config.base import MAX_NUMBER, Section, Strings, Text, build_expected_error
 from antiphon.host_rules import parse_host_rule
 
+SandboxMode = Literal["off", "non-main", "all"]
 SandboxBackendName = Literal["bwrap", "landlock"]
 WorkspaceAccess = Literal["none", "ro", "rw"]
 SandboxScope = Literal["session", "agent", "shared"]
@@ -54,7 +55,7 @@ class SandboxPrune(Section):
 class SandboxConfig(Section):
     """Which sessions are sandboxed, what they see, and what isolates commands."""
 
-    mode: Literal["off", "non-main", "all"] = "off"
+    mode: SandboxMode = "off"
     session_tools_visibility: Literal["spawned", "all"] = "spawned"
     scope: SandboxScope = Field(default="agent", description="Who shares a directory of their own.")
     workspace_access: WorkspaceAccess = Field(

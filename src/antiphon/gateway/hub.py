@@ -78,7 +78,7 @@ class SessionChanges:
 
     def record(self, session_key: str, change: dict[str, Any]) -> None:
         """Record a change for the next broadcast, if anyone is subscribed."""
-        if next(self._connections.iter_session_subscribers(), None) is None:
+        if not self._connections.session_subscribers:
             return
         changes = self._changes_by_session.setdefault(session_key, {})
         kind = change.get("phase") or change.get("reason") or ""
@@ -102,7 +102,7 @@ class SessionChanges:
         """Send each change once; the last one of a session includes its current row."""
         keys = list(changes_by_session)[:MAX_ROWS_PER_BROADCAST]
         rows = dict(zip(keys, await asyncio.gather(*map(self._load_row, keys)), strict=True))
-        subscribers = list(self._connections.iter_session_subscribers())
+        subscribers = list(self._connections.session_subscribers)
         for key, changes in changes_by_session.items():
             *earlier, last = (
                 {"sessionKey": wire.format_session_key(key), **change} for change in changes.values()
@@ -207,18 +207,16 @@ class Hub:
         message = wire.format_appended_entry(event)
         self.run_streams.handle_message(event, message.get("role"))
         key = wire.format_session_key(event.session_key)
-        # Subscribers to the session itself get the message from `subscriptions`.
+        informed = self.subscriptions.get_subscribers(key)  # they get the message from `subscriptions`
         is_injected = message.get("model") == INJECTED_MODEL and "provenance" not in message
         if event.run_id is None and is_injected and not event.internal:
             head = {"runId": f"inject-{event.entry}", "sessionKey": key, "seq": 0, "state": "final"}
             chat = frames.encode_event("chat", {**head, "message": message})
-            for connection in self.connections.iter_readers():
-                if not self.subscriptions.is_subscribed(connection, key):
-                    connection.send_event(chat)
-        text = None
-        for connection in self.connections.iter_session_subscribers():
-            if not self.subscriptions.is_subscribed(connection, key):
-                text = text or encode_message_event(key, event.session_id, message)
+            for connection in self.connections.readers - informed:
+                connection.send_event(chat)
+        if uninformed := self.connections.session_subscribers - informed:
+            text = encode_message_event(key, event.session_id, message)
+            for connection in uninformed:
                 connection.send_event(text)
         self._record_change(
             event.session_key,

@@ -183,7 +183,7 @@ class RunStreams:
             }
         listeners = [
             connection
-            for connection in self._connections.iter_readers()
+            for connection in self._connections.readers
             if connection.has_capability(TOOL_EVENTS_CAPABILITY)
         ]
         self._send_agent_event(run, "tool", data, to=listeners, droppable=event.phase == "update")
@@ -223,7 +223,7 @@ class RunStreams:
     def _send_chat_deltas(self, run: StreamedRun, increment: str) -> None:
         run.chat_seq += 1
         texts: dict[_DeltaFormat, str] = {}
-        for connection in self._connections.iter_readers():
+        for connection in self._connections.readers:
             if not connection.reads_increments or connection in run.skipped_readers:
                 continue
             if connection in run.caught_up_readers:
@@ -251,7 +251,7 @@ class RunStreams:
         """Send the full text so far to clients that do not assemble increments."""
         readers = [
             connection
-            for connection in self._connections.iter_readers()
+            for connection in self._connections.readers
             if not connection.reads_increments and connection not in run.skipped_readers
         ]
         if readers:
@@ -280,7 +280,7 @@ class RunStreams:
         """Tell clients to discard the text of the current step."""
         run.chat_seq += 1
         run.full_text_seq += 1
-        for connection in self._connections.iter_readers():
+        for connection in self._connections.readers:
             seq = run.chat_seq if connection.reads_increments else run.full_text_seq
             payload: dict[str, Any] = {**run.build_payload(seq), "state": "delta"}
             if not connection.has_delta_capability:
@@ -325,7 +325,7 @@ class RunStreams:
         agent = self._encode_agent_event(run, "lifecycle", lifecycle)
         final = _build_final_payload(event, run)
         chats: dict[bool, str] = {}
-        for connection in self._connections.iter_readers():
+        for connection in self._connections.readers:
             connection.send_event(agent, ended_run=run.run_id)
             if event.quiet:
                 continue
@@ -349,7 +349,7 @@ class RunStreams:
     ) -> None:
         run.agent_seq += 1
         text = self._encode_agent_event(run, stream, data)
-        for connection in self._connections.iter_readers() if to is None else to:
+        for connection in self._connections.readers if to is None else to:
             connection.send_event(text, droppable=droppable)
 
     def _encode_agent_event(self, run: StreamedRun, stream: str, data: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from contextlib import aclosing
 from typing import Any
 
@@ -111,6 +112,10 @@ class Subscriptions:
         self._sessions_by_connection: dict[WebSocketConnection, set[FollowedSession]] = {}
         """Sessions by connection, so that removing a connection does not scan all sessions."""
         self._open_lock = asyncio.Lock()
+
+    def get_subscribers(self, key: str) -> AbstractSet[WebSocketConnection]:
+        followed = self._followed_sessions.get(key)
+        return followed.seen_seq.keys() | followed.catching_up.keys() if followed else frozenset()
 
     def is_subscribed(self, connection: WebSocketConnection, key: str) -> bool:
         followed = self._followed_sessions.get(key)

@@ -23,7 +23,7 @@ from antiphon.engine.sessions.transcripts import Entry
 from antiphon.engine.toolbox import Toolbox
 from antiphon.errors import ChainTooLong, NotFound, StoreReadOnly, UnknownModel
 from antiphon.operations import types
-from antiphon.operations.types import AnsweringModel, RequestOrigin, SessionView
+from antiphon.operations.types import Answerer, RequestOrigin, SessionView
 from antiphon.store import Row, Store, Tx
 from antiphon.store.listing import SessionListRow
 from antiphon.store.transcript_files import TranscriptFiles
@@ -67,8 +67,7 @@ class OperationContext:
         self.sandboxes = sandboxes
         self.transcript_files = transcript_files
         # The result is the same for most rows of a list.
-        self._cached_answering_model = lru_cache(maxsize=1024)(self._resolve_answering_model)
-        self._cached_sandbox_mode = lru_cache(maxsize=1024)(self._find_sandbox_mode)
+        self._cached_answerer = lru_cache(maxsize=1024)(self._resolve_answerer)
 
     def require_worker(self) -> Worker:
         if self.worker is None:
@@ -182,9 +181,9 @@ class OperationContext:
 
     def build_listed_views(self, caller: Caller, rows: Sequence[SessionListRow]) -> list[SessionView]:
         find_path = _find_no_path if self.transcript_files is None else self.transcript_files.get_path
-        viewer, find_model, build = caller.agent_id, self._cached_answering_model, types.build_session_view
+        viewer, find_answerer, build = caller.agent_id, self._cached_answerer, types.build_session_view
         views = [
-            build(row, viewer, find_path(row.session_id), find_model, self._is_known_as_sandboxed(row))
+            build(row, viewer, find_path(row.session_id), find_answerer, self._has_attested_sandbox)
             for row in rows
         ]
         if caller.is_operator:
@@ -194,31 +193,29 @@ class OperationContext:
             for row, view in zip(rows, views, strict=True)
         ]
 
-    def _is_known_as_sandboxed(self, row: SessionListRow) -> bool | None:
-        """Return True if a session is sandboxed and the backend of its agent was examined and works, else None."""
-        if self.sandboxes is None:  # without a gateway, and then the configuration is not even read
-            return None
-        mode = self._cached_sandbox_mode(row.agent_id)
-        if not row.sandboxed and (mode == "off" or (mode == "non-main" and row.kind == "main")):
-            return None
-        return True if mode is not None and self.sandboxes.is_attested(row.agent_id) else None
+    def _has_attested_sandbox(self, agent_id: str) -> bool:
+        """Whether the backend of an agent was examined and works."""
+        if self.sandboxes is None or agent_id not in self.config.agent_ids:
+            return False
+        return self.sandboxes.is_attested(agent_id)
 
-    def _find_sandbox_mode(self, agent_id: str) -> str | None:
-        return self.config.get_agent(agent_id).sandbox.mode if agent_id in self.config.agent_ids else None
-
-    def _resolve_answering_model(self, agent_id: str, chosen: str | None, last: str | None) -> AnsweringModel:
-        """Return the session's own model, else its agent's; if neither is configured, the one that answered last.
+    def _resolve_answerer(self, agent_id: str, chosen: str | None, last: str | None) -> Answerer:
+        """Return what answers: the session's own model, else its agent's; if neither is configured, the last one.
 
         For an agent without a configured model that is what its function or program has named, once it has answered.
         """
-        if agent_id in self.config.agent_ids and not self.config.uses_model(agent_id):
-            return AnsweringModel(last, None)
-        own = self.config.get_model_ref(agent_id) if agent_id in self.config.agent_ids else None
+        is_configured = agent_id in self.config.agent_ids
+        # Without a gateway, nothing is sandboxed, and that part of the configuration is not even read.
+        has_sandbox = is_configured and self.sandboxes is not None
+        sandbox_mode = self.config.get_agent(agent_id).sandbox.mode if has_sandbox else "off"
+        if is_configured and not self.config.uses_model(agent_id):
+            return Answerer(last, None, sandbox_mode)
+        own = self.config.get_model_ref(agent_id) if is_configured else None
         for name in (chosen, own):
             with suppress(UnknownModel):
                 if name is not None:
-                    return AnsweringModel(name, self.config.get_context_window(name))
-        return AnsweringModel(last, None)
+                    return Answerer(name, self.config.get_context_window(name), sandbox_mode)
+        return Answerer(last, None, sandbox_mode)
 
     def _hide_unreachable_relatives(self, caller: Caller, key: str, view: SessionView) -> SessionView:
         """Remove the parent and the child count from a view if the caller may not see them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -33,6 +33,9 @@ from antiphon.messages import (
 )
 from antiphon.store import Row
 from antiphon.store.listing import SessionListRow
+
+if TYPE_CHECKING:
+    from antiphon.config.sandbox import SandboxMode
 
 APPROVAL_DECISIONS: tuple[ApprovalDecision, ...] = ("allow-once", "allow-always", "deny")
 DEFAULT_LIST_ROWS, MAX_LIST_ROWS = 50, 200
@@ -262,11 +265,12 @@ class SessionView(View, frozen=True, kw_only=False, gc=False):
     sandboxed: bool | None = None
 
 
-class AnsweringModel(NamedTuple):
-    """The model that answers in a session: its configured name, and the size of its context in tokens."""
+class Answerer(NamedTuple):
+    """What answers in a session: the model's configured name, the size of its context in tokens, and where it acts."""
 
     model: str | None
     window: int | None
+    sandbox_mode: SandboxMode
 
 
 class SessionsSummary(View, omit_defaults=False, frozen=True):
@@ -776,17 +780,18 @@ def build_session_view(
     row: SessionListRow,
     viewer_agent_id: str | None,
     transcript_path: str | None,
-    answerer: Callable[[str, str | None, str | None], AnsweringModel],
-    sandboxed: bool | None,
+    find_answerer: Callable[[str, str | None, str | None], Answerer],
+    has_attested_sandbox: Callable[[str], bool],
 ) -> SessionView:
     # fmt: off
     (
         _, key, kind, channel, agent_id, session_id, updated_at, state, display_name, label, model, last_model,
         context_tokens, total_tokens, thinking, verbose, system_sent, aborted, send_policy,
         last_channel, last_to, last_account, last_thread, parent_key, child_count,
-        chat_type, subject, input_tokens, output_tokens, created_at, archived, _,
+        chat_type, subject, input_tokens, output_tokens, created_at, archived, sandboxed,
     ) = row
-    answering, window = answerer(agent_id, model, last_model)
+    answering, window, mode = find_answerer(agent_id, model, last_model)
+    is_sandboxed = sandboxed or (mode != "off" and (mode == "all" or kind != "main"))
     route = None
     if last_channel:
         route = DeliveryRoute(channel=last_channel, to=last_to, account_id=last_account, thread_id=last_thread)
@@ -796,7 +801,8 @@ def build_session_view(
         state, display_name, label, answering, window, total_tokens, thinking, verbose,
         system_sent == 1, aborted == 1, send_policy, last_channel, last_to, last_account, route,
         transcript_path, parent_key, child_count, chat_type, subject, input_tokens,
-        output_tokens, created_at, archived == 1, model, None, context_tokens, sandboxed,
+        output_tokens, created_at, archived == 1, model, None, context_tokens,
+        True if is_sandboxed and has_attested_sandbox(agent_id) else None,
     )
     # fmt: on
 

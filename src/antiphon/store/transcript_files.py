@@ -33,28 +33,27 @@ class TranscriptFiles:
         self.folder = folder
         self._prefix = f"{folder}/"
         self._writer = writer
-        self._known: dict[str, None] = {}
+        self._paths: dict[str, str] = {}
+        self.get_path = self._paths.get
+        """Returns the path of a session's file, or None if no such file is known."""
         self._retry_at: dict[str, float] = {}
         self._writing: set[asyncio.Task[None]] = set()
 
-    def get_path(self, session_id: str) -> str | None:
-        return f"{self._prefix}{session_id}.jsonl" if session_id in self._known else None
-
     def add(self, session_id: str) -> None:
-        self._known[session_id] = None
-        if len(self._known) > MAX_KNOWN_FILES:
-            del self._known[next(iter(self._known))]
+        self._paths[session_id] = f"{self._prefix}{session_id}.jsonl"
+        if len(self._paths) > MAX_KNOWN_FILES:
+            del self._paths[next(iter(self._paths))]
 
     def discard(self, session_id: str) -> None:
-        self._known.pop(session_id, None)
+        self._paths.pop(session_id, None)
 
     async def look_for(self, sessions: Iterable[tuple[str, str]]) -> None:
         """Finds the files of these sessions, each given by its id and key."""
-        now = time.monotonic()
+        now, paths, get_retry_at = time.monotonic(), self._paths, self._retry_at.get
         missing = {
             session_id: key
             for session_id, key in sessions
-            if session_id not in self._known and self._retry_at.get(session_id, now) <= now
+            if session_id not in paths and get_retry_at(session_id, now) <= now
         }
         if not missing:
             return
@@ -68,7 +67,7 @@ class TranscriptFiles:
 
     def _schedule_retry(self, session_id: str, retry_at: float) -> None:
         """Schedules another look for a file that is still missing, so that not every list looks for it."""
-        if session_id in self._known:
+        if session_id in self._paths:
             self._retry_at.pop(session_id, None)
             return
         self._retry_at[session_id] = retry_at

@@ -71,7 +71,9 @@ async def list_sessions(call: MethodCall, params: SessionListParams) -> dict[str
     )
     filter = await _skip_rows(call, filter, params.offset)
     page = await call.operations.sessions.list(call.caller, filter)
-    found = [view for view in page.sessions if _matches_filters(view, params)]
+    found = page.sessions
+    if params.active_only or params.exclude_subagents:
+        found = [view for view in found if _matches_filters(view, params)]
     return {
         "ts": call.now,
         "path": call.gateway.database_path,
@@ -344,13 +346,13 @@ async def get_session_usage(call: MethodCall, params: SessionUsageParams) -> dic
 
 @rpc_method("sessions.subscribe", READ_SCOPE)
 async def subscribe_to_sessions(call: MethodCall, params: NoParams) -> dict[str, Any]:
-    call.connection.is_subscribed_to_all_sessions = True
+    call.hub.connections.subscribe_to_sessions(call.connection)
     return {"subscribed": True}
 
 
 @rpc_method("sessions.unsubscribe", READ_SCOPE)
 async def unsubscribe_from_sessions(call: MethodCall, params: NoParams) -> dict[str, Any]:
-    call.connection.is_subscribed_to_all_sessions = False
+    call.hub.connections.session_subscribers.discard(call.connection)
     return {"subscribed": False}
 
 

@@ -113,8 +113,6 @@ class WebSocketConnection:
         self.reads_increments = False
         """Whether a growing answer is sent as increments, or as the whole text each time."""
         self.quirks = NO_QUIRKS
-        self.is_subscribed_to_all_sessions = False
-        """Whether it gets changes of all sessions (`sessions.subscribe`)."""
         self.tasks: set[asyncio.Task[None]] = set()
         self.closing: tuple[int, str] | None = None
         self.ended = asyncio.Event()
@@ -315,10 +313,14 @@ class WebSocketConnection:
 
 
 class ConnectionSet:
-    """The connections of authenticated clients."""
+    """The connections of authenticated clients, and which of them get the same events."""
 
     def __init__(self) -> None:
         self._connections: set[WebSocketConnection] = set()
+        self.readers: set[WebSocketConnection] = set()
+        """The connections that may read sessions."""
+        self.session_subscribers: set[WebSocketConnection] = set()
+        """The connections that get changes of all sessions (`sessions.subscribe`)."""
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -330,26 +332,26 @@ class ConnectionSet:
         return connection in self._connections
 
     def add(self, connection: WebSocketConnection) -> None:
+        """Add a connection whose client is authenticated; its scopes do not change any more."""
         self._connections.add(connection)
+        if READ_SCOPE in connection.caller.scopes:
+            self.readers.add(connection)
+
+    def subscribe_to_sessions(self, connection: WebSocketConnection) -> None:
+        if connection in self._connections:  # it may have ended since it asked
+            self.session_subscribers.add(connection)
 
     def discard(self, connection: WebSocketConnection) -> None:
-        self._connections.discard(connection)
-
-    def iter_readers(self) -> Iterator[WebSocketConnection]:
-        """Yield the connections that may read sessions."""
-        return (each for each in self._connections if READ_SCOPE in each.caller.scopes)
+        for connections in (self._connections, self.readers, self.session_subscribers):
+            connections.discard(connection)
 
     def iter_approvers(self) -> Iterator[WebSocketConnection]:
         """Yield the connections that may decide on tool calls."""
         return (each for each in self._connections if APPROVALS_SCOPE in each.caller.scopes)
 
-    def iter_session_subscribers(self) -> Iterator[WebSocketConnection]:
-        """Yield the connections that get changes of all sessions."""
-        return (each for each in self._connections if each.is_subscribed_to_all_sessions)
-
     def broadcast(self, text: str, *, droppable: bool = False) -> None:
         """Send an event to all connections that may read sessions."""
-        for connection in self.iter_readers():
+        for connection in self.readers:
             connection.send_event(text, droppable=droppable)
 
 
