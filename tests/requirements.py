@@ -170,7 +170,7 @@ CONTRACT: dict[str, tuple[Part, str]] = {
     "B3": (
         "tools",
         "Nothing that a command tries leads out of its sandbox, and what it takes of the host is bounded; for bwrap of"
-        " root and of a user, and for Landlock.",
+        " root and of a user, for Landlock, and for Docker where an engine can be started.",
     ),
     "M1": (
         "tools",
@@ -353,6 +353,10 @@ WORK: dict[str, tuple[Part, str]] = {
     "AT9": (
         "tools",
         "What a command writes, the file tools read, and the reverse; what one is refused, so is the other.",
+    ),
+    "AT10": (
+        "tools",
+        "Directories of a container are used only after files in them have proven that they are the gateway's.",
     ),
     "AT12": (
         "tools",

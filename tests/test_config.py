@@ -494,7 +494,6 @@ def test_each_key_without_effect_is_told_with_what_to_do_instead(place: str) -> 
         "enabled": (True, False),
         "allowModels": (["p/m"], []),
         "workspaceOnly": (False, True),
-        "docker": ({"image": "x"}, {}),
     }
     parent, _, key = place.rpartition(".")
     told, silent = values.get(key, ("x", None if key != "basePath" else ""))
@@ -579,18 +578,43 @@ def test_a_reset_that_never_comes_is_told() -> None:
     assert parse({"session": {"idleMinutes": 5, "reset": idle, "resetByType": {"dm": idle}}})[1] == ()
 
 
-@pytest.mark.parametrize("network", ["host", "bridge", "container:web"])
-def test_a_network_of_containers_is_told_to_be_missing(network: str) -> None:
-    for agents, path in (
-        ({"defaults": {"sandbox": {"docker": {"network": network}}}}, "agents.defaults"),
-        ({"list": [{"id": "a", "sandbox": {"docker": {"network": network}}}]}, "agents.list[0]"),
-    ):
-        _, warning = parse({"agents": agents})[1]
-        assert warning.startswith(
-            f"'{path}.sandbox.docker.network' is {network!r}, but commands in a sandbox"
-        )
-    alone = {"sandbox": {"network": "none", "docker": {"network": "none"}}}
-    assert not any("'none'" in text for text in parse({"agents": {"defaults": alone}})[1])
+@pytest.mark.parametrize("backend", ["bwrap", "landlock"])
+def test_settings_of_containers_without_containers_are_told(backend: str) -> None:
+    chosen = {"backend": backend, "docker": {"image": "x"}}
+    (warning,) = parse({"agents": {"defaults": {"sandbox": chosen}}})[1]
+    assert warning.startswith(
+        f"'agents.defaults.sandbox.docker' has no effect, because 'backend' is {backend!r}"
+    )
+    own = {"id": "a", "sandbox": {"docker": {"image": "x"}}}
+    (warning,) = parse({"agents": {"defaults": {"sandbox": {"backend": backend}}, "list": [own]}})[1]
+    assert warning.startswith("'agents.list[0].sandbox.docker' has no effect")
+    for silent in ({"docker": {"image": "x"}}, {**chosen, "backend": "docker"}):
+        assert parse({"agents": {"defaults": {"sandbox": silent}}})[1] == ()
+
+
+def test_settings_of_containers_are_read_as_others_write_them() -> None:
+    written: dict[str, Any] = {
+        "image": "x:1",
+        "memory": "512m",
+        "memorySwap": 1024,
+        "ulimits": {"nofile": "10:20", "nproc": 5, "core": {"soft": 1, "hard": 2}},
+        "setupCommand": ["a", "b"],
+        "binds": ["/a:/b", "/c:/d:ro"],
+        "env": {"A": "1"},
+    }
+    own = {"id": "a", "sandbox": {"docker": {"memory": "1G", "env": {"B": "2"}, "binds": ["/e:/f"]}}}
+    config, _ = parse({"agents": {"defaults": {"sandbox": {"docker": written}}, "list": [own]}})
+    sandbox = config.get_agent("a").sandbox
+    docker = sandbox.docker
+    assert (docker.image, docker.memory, docker.memory_swap) == ("x:1", 1 << 30, 1024)
+    assert {name: (each.soft, each.hard) for name, each in docker.ulimits.items()} == {
+        "nofile": (10, 20),
+        "nproc": (5, 5),
+        "core": (1, 2),
+    }
+    assert docker.setup_command == "a\nb"
+    assert docker.env == {"A": "1", "B": "2"}
+    assert sandbox.binds == ("/a:/b:rw", "/c:/d:ro", "/e:/f:rw")
 
 
 def test_a_bind_that_only_others_know_is_read_and_told() -> None:
@@ -888,9 +912,8 @@ def test_config_of_a_related_gateway_loads_with_a_warning_for_each_foreign_part(
     named = {match[1] for text in warnings if (match := foreign.match(text))}
     assert {"messages", "agents.list[0].heartbeat", "models.providers.p.authHeader", "gateway.mode"} <= named
     assert "models.providers.p.models[0].compat" in named
-    assert len(named) == 23
-    (docker,) = [text for text in warnings if "sandbox.docker" in text]
-    assert docker.startswith("'agents.defaults.sandbox.docker' has no effect: this release has no backend")
+    assert len(named) == 22
+    assert not [text for text in warnings if "sandbox.docker" in text]
     assert config.agents.defaults.workspace == "~/w"
     assert raw == pyjson5.decode(RELATED)
 
@@ -1014,9 +1037,24 @@ def test_unknown_key_lists_the_valid_ones_when_nothing_is_near() -> None:
         ),
         ({"channels": {"x": 5}}, "channels.x", "an object; a number"),
         (
-            {"agents": {"defaults": {"sandbox": {"backend": "docker"}}}},
+            {"agents": {"defaults": {"sandbox": {"backend": "openshell"}}}},
             "agents.defaults.sandbox.backend",
-            "must be 'bwrap' or 'landlock', the backends of this release; 'docker' was given",
+            "must be 'bwrap', 'docker' or 'landlock', the backends of this release; 'openshell' was given",
+        ),
+        *(
+            (
+                {"agents": {"defaults": {"sandbox": {"docker": {key: value}}}}},
+                f"agents.defaults.sandbox.docker.{key}",
+                says,
+            )
+            for key, value, says in (
+                ("network", "host", "must be 'none', 'bridge' or the name of a network"),
+                ("network", "container:web", "must be 'none', 'bridge' or the name of a network"),
+                ("seccompProfile", "unconfined", "must be a profile"),
+                ("apparmorProfile", "Unconfined", "must be a profile"),
+                ("user", "root", "must be the number of a user other than root"),
+                ("user", "0:0", "must be the number of a user other than root"),
+            )
         ),
         (
             {"agents": {"list": [{"id": "a", "sandbox": {"network": "bridge"}}]}},

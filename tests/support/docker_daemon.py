@@ -195,7 +195,7 @@ def build_image() -> bytes:
     with tarfile.open(fileobj=output, mode="w") as archive:
         for directory in _DIRECTORIES:
             entry = tarfile.TarInfo(directory)
-            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o1777 if directory.endswith("tmp") else 0o755
             archive.addfile(entry)
         link = tarfile.TarInfo("bin")
         link.type, link.linkname = tarfile.SYMTYPE, "usr/bin"

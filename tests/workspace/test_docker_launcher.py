@@ -295,7 +295,7 @@ def test_a_command_whose_engine_was_killed_ends_when_it_is_back(
         daemon.kill()
         stopped.terminate()
         output = read_all(stopped)
-        assert "docker: the command was interrupted (" in output
+        assert "The command was interrupted: " in output
         assert process.poll() is None  # it goes on
         daemon.start()
         assert "It may have had effects" in read_all(process)

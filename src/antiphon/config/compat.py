@@ -22,6 +22,10 @@ ToolNames = Annotated[tuple[str, ...], Strict(False), AfterValidator(expand_tool
 
 
 _SANDBOX_KEYS = "browser perSession ssh"
+_DOCKER_KEYS = (
+    "dangerouslyAllowContainerNamespaceJoin dangerouslyAllowExternalBindSources"
+    " dangerouslyAllowReservedContainerTargets workspaceMountPropagation"
+)
 _TOOL_KEYS = "codeMode elevated message swarm toolsBySender"
 _LOOP_KEYS = "detectors detectorCooldownMs postCompactionGuard repeatThreshold unknownToolThreshold"
 _EXEC_KEYS = "approvalRunningNoticeMs commandHighlighting mode node reviewer safeBinProfiles strictInlineEval"
@@ -59,8 +63,10 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
             " recentTurnsPreserve reserveTokensFloor timeoutSeconds"
         ),
         "agents.defaults.sandbox": _SANDBOX_KEYS,
+        "agents.defaults.sandbox.docker": _DOCKER_KEYS,
         "agents.list.[]": f"{_AGENT_KEYS} agentDir description embeddedPi groupChat memory tts utilityModel",
         "agents.list.[].sandbox": _SANDBOX_KEYS,
+        "agents.list.[].sandbox.docker": _DOCKER_KEYS,
         "agents.list.[].tools": f"{_TOOL_KEYS} fs",
         "tools": f"{_TOOL_KEYS} links media toolSearch",
         "tools.loopDetection": _LOOP_KEYS,
@@ -141,6 +147,10 @@ FOREIGN_KEY_ADVICE: dict[str, str] = {
     "sandbox.browser": "agents have no browser. Use the tool 'web_fetch'.",
     "sandbox.perSession": "'sandbox.scope' replaces it. Use 'session', 'agent' or 'shared'.",
     "sandbox.ssh": "commands run on this machine. Use 'sandbox.backend' with 'bwrap'.",
+    "docker.dangerouslyAllowContainerNamespaceJoin": "containers share no namespaces. Use 'network' with a name.",
+    "docker.dangerouslyAllowExternalBindSources": "all but system directories can be bound. Remove it.",
+    "docker.dangerouslyAllowReservedContainerTargets": "'/workspace', '/agent' and '/tmp' are taken. Remove it.",
+    "docker.workspaceMountPropagation": "mounts below the workspace are not shown. Use 'sandbox.binds' for them.",
     "approvals": "requests are shown to every approver. Use `antiphon approvals` and 'tools.approvals.timeoutSeconds'.",
 }
 """Why foreign keys about tools have no effect and what to use instead, by how their paths end."""
@@ -149,10 +159,6 @@ _FALLBACKS_ADVICE = "a failed request is retried with the same model only. Set t
 _DELEGATION_ADVICE = "the agent decides when to delegate. Describe your preference in its 'instructions'."
 _PATCH_MODELS_ADVICE = "the tool does not depend on the model. Use 'tools.deny' of an agent."
 _PATCH_PLACE_ADVICE = "patches always stay inside the workspace. Remove it."
-_DOCKER_ADVICE = (
-    "this release has no backend for containers, so commands run in 'sandbox.backend'. Use 'sandbox.binds' to show"
-    " them directories."
-)
 _CONTROL_UI_ADVICE = (
     "this release serves no web interface. To use one from elsewhere, add its origin to"
     " 'gateway.controlUi.allowedOrigins'."
@@ -174,8 +180,6 @@ UNUSED_KEYS: dict[str, str] = {
     "agents.defaults.imageModel.fallbacks": _FALLBACKS_ADVICE,
     "agents.defaults.subagents.model.fallbacks": _FALLBACKS_ADVICE,
     "agents.defaults.subagents.delegationMode": _DELEGATION_ADVICE,
-    "agents.defaults.sandbox.docker": _DOCKER_ADVICE,
-    "agents.list.[].sandbox.docker": _DOCKER_ADVICE,
     "agents.list.[].model.fallbacks": _FALLBACKS_ADVICE,
     "agents.list.[].imageModel.fallbacks": _FALLBACKS_ADVICE,
     "agents.list.[].subagents.model.fallbacks": _FALLBACKS_ADVICE,

@@ -87,7 +87,7 @@ def find_warnings(config: Config) -> Iterator[str]:
     yield from _warn_allowlists(config)
     yield from _warn_sandboxed_functions(config)
     yield from find_program_warnings(config)
-    yield from _warn_container_networks(config)
+    yield from _warn_container_settings(config)
     yield from _warn_agents_out_of_sight(config)
     yield from _warn_reach_without_effect(config)
     yield from _warn_never_idle(config)
@@ -430,15 +430,19 @@ def _warn_allowlists(config: Config) -> Iterator[str]:
                 )
 
 
-def _warn_container_networks(config: Config) -> Iterator[str]:
-    """Warnings for networks that commands would have in containers of another gateway, but not here."""
-    levels = [("agents.defaults", config.agents.defaults.sandbox)]
-    levels += [(f"agents.list[{n}]", agent.sandbox) for n, agent in enumerate(config.agents.list)]
-    for path, own in levels:
-        if (network := own.docker.get("network")) not in (None, "none"):
+def _warn_container_settings(config: Config) -> Iterator[str]:
+    """Warnings for settings of containers where another backend was chosen."""
+    defaults = config.agents.defaults.sandbox
+    levels = [("agents.defaults", defaults, defaults)]
+    levels += [
+        (f"agents.list[{n}]", agent.sandbox, merge_sandbox(defaults, agent.sandbox))
+        for n, agent in enumerate(config.agents.list)
+    ]
+    for path, own, merged in levels:
+        if own.docker.model_fields_set and merged.backend not in (None, "docker"):
             yield (
-                f"'{path}.sandbox.docker.network' is {network!r}, but commands in a sandbox have no network. Set it to"
-                " 'none'; tools such as 'web_fetch' reach the network."
+                f"'{path}.sandbox.docker' has no effect, because 'backend' is {merged.backend!r}. Set it to 'docker',"
+                " or remove the settings of containers."
             )
 
 

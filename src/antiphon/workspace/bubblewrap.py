@@ -105,11 +105,15 @@ class Bubblewrap:
             )
         self.program: Path | None = program
         self._is_root = is_root
-        self._user = user if is_root else None
+        self.owner = user if is_root else None
         self._limits = limits or ResourceLimits()
         self._filter = seccomp.build_filter()
 
-    async def prepare(self, mounts: Sequence[Mount]) -> None:
+    async def prepare(self, mounts: Sequence[Mount]) -> str:
+        """Return an empty text: every command has a sandbox of its own."""
+        return ""
+
+    async def release(self, mounts: Sequence[Mount]) -> None:
         """Do nothing: every command has a sandbox of its own."""
 
     def wrap(
@@ -148,7 +152,7 @@ class Bubblewrap:
         apart = ["pid", "net", "ipc", "uts"]
         options = [f"--unshare-{name}" for name in apart] + ["--unshare-cgroup-try"]
         options += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
-        if self._user is None:
+        if self.owner is None:
             number = str(SANDBOX_UID)
             return [*options, "--unshare-user", "--disable-userns", "--uid", number, "--gid", number]
         # The last is for the directory, which belongs to the user. `setpriv` gives all of them up.
@@ -157,9 +161,9 @@ class Bubblewrap:
         return options
 
     def _build_user_change(self) -> list[str]:
-        if self._user is None:
+        if self.owner is None:
             return []
-        number = str(self._user)
+        number = str(self.owner)
         drop = ["--clear-groups", "--bounding-set", "-all", "--inh-caps", "-all", "--no-new-privs"]
         return ["/usr/bin/setpriv", "--reuid", number, "--regid", number, *drop, "--"]
 

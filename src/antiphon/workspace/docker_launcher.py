@@ -122,6 +122,10 @@ class EngineFailed(Exception):
     """The engine did not do what it was asked to; the text says why."""
 
 
+class CommandInterrupted(Exception):
+    """How a command ended is not known; the text says so to its session."""
+
+
 class EngineAbsent(EngineFailed):
     """No engine answers."""
 
@@ -283,8 +287,8 @@ class Launcher:
             reason = str(error)
             with contextlib.suppress(OSError, EngineFailed):  # else nothing runs there any more
                 self._start("watch", has_terminal=False)[1].close()
-        raise EngineFailed(
-            f"the command was interrupted ({reason}). It may have had effects, so check before repeating it"
+        raise CommandInterrupted(
+            f"The command was interrupted: {reason}. It may have had effects, so check before repeating it."
         )
 
     # --- signals ---
@@ -425,6 +429,9 @@ def main() -> int:
         spec = json.load(file)
     try:
         return Launcher(spec).run(parent)
+    except CommandInterrupted as error:
+        print(error, file=sys.stderr, flush=True)  # noqa: T201 - the output of the command
+        return REFUSED_STATUS
     except (OSError, EngineFailed) as error:
         print(f"docker: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the output of the command
         return REFUSED_STATUS

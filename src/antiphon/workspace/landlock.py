@@ -54,11 +54,15 @@ class Landlock:
             raise BackendFailed(
                 "this kernel has no Landlock", "use Linux 5.13 or newer with Landlock enabled"
             )
-        self._user = user if is_root else None
+        self.owner = user if is_root else None
         self._filter = base64.b64encode(program).decode()
         self._limits = limits or ResourceLimits()
 
-    async def prepare(self, mounts: Sequence[Mount]) -> None:
+    async def prepare(self, mounts: Sequence[Mount]) -> str:
+        """Return an empty text: every command is restricted on its own."""
+        return ""
+
+    async def release(self, mounts: Sequence[Mount]) -> None:
         """Do nothing: every command is restricted on its own."""
 
     def wrap(
@@ -76,7 +80,7 @@ class Landlock:
             "devices": _DEVICE_PATHS,
             "mounts": [(str(mount.root), mount.below, mount.writable) for mount in mounts],
             "cwd": _locate_directory(mounts, cwd),
-            "user": self._user,
+            "user": self.owner,
             "filter": self._filter,
             "limits": {
                 "RLIMIT_NPROC": self._limits.processes,

@@ -152,7 +152,8 @@ class Sandboxes:
         if selected.backend is None:
             raise SandboxUnavailable(*selected.status.describe_faults())
         cwd = resolve_workdir(workspace, workdir)
-        numbers = await asyncio.to_thread(self._prepare_directories, agent, workspace, cwd)
+        owner = selected.backend.owner
+        numbers = await asyncio.to_thread(self._prepare_directories, agent, workspace, cwd, owner)
         try:
             python = self._find_proxy_python(agent) if has_proxy else None
             await self._attest(selected.backend, workspace.mounts, numbers)
@@ -206,7 +207,7 @@ class Sandboxes:
 
     async def _find_working_backend(self, agent: AgentConfig) -> _Selected:
         faults: list[tuple[SandboxBackendName, SandboxFault]] = []
-        for name in _list_backend_names(agent.sandbox):
+        for name in await asyncio.to_thread(_list_backend_names, agent.sandbox):
             try:
                 backend = await asyncio.to_thread(self._create_backend, name, agent)
                 await self._probe_backend(backend, agent)
@@ -222,17 +223,20 @@ class Sandboxes:
         return _Selected(None, SandboxStatus(backend=None, faults=faults))
 
     async def _probe_backend(self, backend: SandboxBackend, agent: AgentConfig) -> None:
-        with self._make_probe_mounts() as mounts:
+        with self._make_probe_mounts(backend, agent) as mounts:
             workspace = SessionWorkspace(tuple(mounts))
             preparing = asyncio.create_task(
-                asyncio.to_thread(self._prepare_directories, agent, workspace, WORKSPACE_MOUNT)
+                asyncio.to_thread(self._prepare_directories, agent, workspace, WORKSPACE_MOUNT, backend.owner)
             )
             try:
                 numbers = await asyncio.shield(preparing)
             except asyncio.CancelledError:
                 await asyncio.wait([preparing])  # else it would create again what is removed now
                 raise
-            await self._attest(backend, mounts, numbers)
+            try:
+                await self._attest(backend, mounts, numbers)
+            finally:
+                await asyncio.shield(backend.release(mounts))
 
     def _find_proxy_python(self, agent: AgentConfig) -> str | None:
         """Return the interpreter that opens the proxy's socket inside, or None if the agent has no network.
@@ -255,6 +259,10 @@ class Sandboxes:
             from antiphon.workspace.landlock import Landlock  # noqa: PLC0415 - only where it is chosen
 
             return Landlock(user=agent.sandbox.user)
+        if name == "docker":
+            from antiphon.workspace.docker import Docker  # noqa: PLC0415
+
+            return Docker(agent.sandbox, self._state_dir)
         from antiphon.workspace.bubblewrap import (  # noqa: PLC0415 - not needed by most commands
             Bubblewrap,
             find_bubblewrap,
@@ -273,9 +281,13 @@ class Sandboxes:
     # --- what it shows ---
 
     @contextmanager
-    def _make_probe_mounts(self) -> Generator[list[Mount]]:
+    def _make_probe_mounts(self, backend: SandboxBackend, agent: AgentConfig) -> Generator[list[Mount]]:
         """Provide directories to examine a backend with, which leave no trace."""
-        with tempfile.TemporaryDirectory(prefix="antiphon-sandbox-") as base:
+        parent: Path | None = None
+        if backend.name == "docker":  # its engine may have another temporary directory than this process
+            parent = locate_sandboxes(agent, self._state_dir)
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="antiphon-sandbox-", dir=parent) as base:
             Path(base).chmod(0o711)  # the user of the commands enters it
             yield [
                 Mount(WORKSPACE_MOUNT, Path(base, WORKSPACE_DIRECTORY_NAME)),
@@ -283,7 +295,7 @@ class Sandboxes:
             ]
 
     def _prepare_directories(
-        self, agent: AgentConfig, workspace: SessionWorkspace, cwd: str
+        self, agent: AgentConfig, workspace: SessionWorkspace, cwd: str, owner: int | None
     ) -> dict[str, str]:
         """Create what is missing, and return the device and inode numbers of the directories by their names."""
         check_bind_targets(parse_binds(agent.sandbox.binds))
@@ -300,11 +312,11 @@ class Sandboxes:
                     "Create it.",
                     field="binds",
                 )
-            if os.geteuid() == 0 and mount.writable and mount.target not in bound:
+            if owner is not None and mount.writable and mount.target not in bound:
                 start = workspace.start if mount is workspace.workspace else ""
                 for below in {"", mount.below, start}:
                     with WorkspaceDirectory(mount.root, below=below) as directory:
-                        directory.give_to(agent.sandbox.user)
+                        directory.give_to(owner)
             with WorkspaceDirectory(mount.root, below=mount.below, aliases=(mount.target,)) as directory:
                 numbers[mount.target] = directory.get_number()
                 if mount is workspace.workspace and workspace.start:
@@ -323,11 +335,11 @@ class Sandboxes:
         Raises:
             BackendFailed: it does not start, or does not isolate.
         """
-        view = (backend.name, tuple(mounts), tuple(numbers.items()))
+        instance = await backend.prepare(mounts)
+        view = (backend.name, instance, tuple(mounts), tuple(numbers.items()))
         if view in self._attested:
             self._attested.move_to_end(view)
             return
-        await backend.prepare(mounts)
         canary = await asyncio.to_thread(self._find_canary)
         environment = {CANARY_VARIABLE: str(canary), MOUNTS_VARIABLE: " ".join(numbers)}
         wrapped = backend.wrap(
@@ -351,15 +363,26 @@ class Sandboxes:
 
 def _get_backend_key(settings: SandboxConfig) -> tuple[object, ...]:
     """Return what the choice of a backend depends on."""
-    return settings.backend, settings.fallback, settings.user, settings.network
+    containers = settings.docker.model_dump_json() if settings.backend in (None, "docker") else ""
+    return settings.backend, settings.fallback, settings.user, settings.network, containers
 
 
 def _list_backend_names(settings: SandboxConfig) -> list[SandboxBackendName]:
     """Return the backends to try, the preferred one first."""
-    names: list[SandboxBackendName] = [settings.backend]
+    names: list[SandboxBackendName] = [settings.backend or _choose_backend(settings)]
     if settings.fallback is not None and settings.fallback not in names:
         names.append(settings.fallback)
     return names
+
+
+def _choose_backend(settings: SandboxConfig) -> SandboxBackendName:
+    """Return the backend of settings that name none: containers where they are described and an engine answers."""
+    if settings.docker.model_fields_set and settings.network != "proxy":
+        from antiphon.workspace.docker_engine import is_engine_there  # noqa: PLC0415
+
+        if is_engine_there():
+            return "docker"
+    return "bwrap"
 
 
 def resolve_workdir(workspace: SessionWorkspace, workdir: str | None) -> str:

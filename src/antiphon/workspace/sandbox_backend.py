@@ -93,12 +93,19 @@ class SandboxBackend(Protocol):
     program: Path | None
     """The file that starts it, if it is not part of Antiphon."""
 
-    async def prepare(self, mounts: Sequence[Mount]) -> None:
-        """Provide what a command with these mounts needs.
+    owner: int | None
+    """The user id of commands, which is given what it may write; None if it is the gateway's own."""
+
+    async def prepare(self, mounts: Sequence[Mount]) -> str:
+        """Provide what commands with these mounts share. Returns a text that is another one when it was made anew.
 
         Raises:
             BackendFailed: it could not be provided.
         """
+        ...
+
+    async def release(self, mounts: Sequence[Mount]) -> None:
+        """Remove what commands with these mounts share."""
         ...
 
     def wrap(
