@@ -318,11 +318,11 @@ class AcpProgram:
         raise RequestError.method_not_found(method)
 
     def _build_request_error(self, method: str, error: RequestError) -> AgentProgramFailed:
-        detail = clean_text(str(error), MAX_REASON_CHARACTERS)
+        detail = clean_text(" ".join(str(error).split()), MAX_REASON_CHARACTERS)
         data: Any = error.data
         more = cast("Json", data).get("details") if isinstance(data, dict) else data
         if isinstance(more, str) and more not in detail:
-            detail = f"{detail}: {clean_text(more, MAX_REASON_CHARACTERS)}"
+            detail = f"{detail}: {clean_text(' '.join(more.split()), MAX_REASON_CHARACTERS)}"
         if error.code == AUTHENTICATION_REQUIRED_CODE:
             names = [str(each.get("name", "")) for each in self._auth_methods]
             ways = clean_text(", ".join(filter(None, names)), MAX_REASON_CHARACTERS)
