@@ -846,7 +846,7 @@ def test_the_tools_for_work_are_those_there_are() -> None:
     assert chat_tools == {*TOOL_GROUPS["group:automation"], *TOOL_GROUPS["group:messaging"]}
     tools = create_web_tools(parse({"tools": {"web": {"fetch": {"enabled": False}}}})[0], SystemClock())
     assert {tool.spec.name for tool in tools} == set(TOOL_GROUPS["group:web"])
-    assert [tool.explain_absence("main") for tool in tools] == [
+    assert [tool.explain_absence("main", is_sandboxed=False) for tool in tools] == [
         "'tools.web.fetch.enabled' is false.",
         "No search service is configured. Set 'tools.web.search.apiKey' for Brave Search, or"
         " 'tools.web.search.searxng.baseUrl' to the address of your SearXNG.",

@@ -106,7 +106,7 @@ async def test_a_tool_is_offered_only_while_it_is_available_to_the_agent(tmp_pat
         return ToolOutput(text="looked")
 
     def create(operations: Operations) -> list[Tool]:
-        return [make_tool("own", look, unavailable=missing.get)]
+        return [make_tool("own", look, unavailable=lambda agent_id, _: missing.get(agent_id))]
 
     settings = {"agents": {"list": [{"id": "main"}, {"id": "other"}]}}
     async with open_gateway(tmp_path, settings=settings, tools=create) as gateway, gateway.client() as client:

@@ -192,7 +192,7 @@ def make_tool(
     has_side_effects: bool = True,
     ask: bool = False,
     needs_approval: Callable[[ToolRequest], Awaitable[ApprovalQuestion | None]] | None = None,
-    unavailable: Callable[[str], str | None] | None = None,
+    unavailable: Callable[[str, bool], str | None] | None = None,
 ) -> Tool:
     spec = ToolSpec(name=name, description=name, parameters={"type": "object"})
     return Tool(

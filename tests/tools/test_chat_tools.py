@@ -139,7 +139,10 @@ async def test_without_a_scheduler_there_is_no_cron(tmp_path: Path) -> None:
     async with open_agents_fixture(make_config({"cron": {"enabled": False}}), tmp_path) as agents:
         actor = (await agents.operations.sessions.act_as(OPERATOR, MAIN)).actor
         assert "cron" not in actor.tools
-        assert agents.app.toolbox.tools["cron"].explain_absence("main") == "'cron.enabled' is false."
+        assert (
+            agents.app.toolbox.tools["cron"].explain_absence("main", is_sandboxed=False)
+            == "'cron.enabled' is false."
+        )
 
 
 async def test_a_message_is_posted_once_to_the_chat_of_the_session(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ async def test_which_model_looks(tmp_path: Path) -> None:
             async with open_agents_fixture(config, state) as agents:
                 offered = "image" in await list_offered(agents)
                 assert offered == (expected is not None), (agent, defaults)
-                reason = agents.app.toolbox.tools["image"].explain_absence("main")
+                reason = agents.app.toolbox.tools["image"].explain_absence("main", is_sandboxed=False)
                 assert (reason is None) == offered
                 if expected is None:
                     assert "agents.defaults.imageModel" in (reason or "")

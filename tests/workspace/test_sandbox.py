@@ -227,19 +227,26 @@ async def test_a_model_is_told_why_it_has_no_commands(
 
 
 @pytest.mark.requirement("B2", "AT6")
-async def test_sessions_that_are_all_sandboxed_are_offered_no_commands_of_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("mode", "session", "is_offered"),
+    [
+        ("off", "agent:main:main", True),
+        ("all", "agent:main:main", False),
+        ("non-main", "agent:main:main", True),
+        ("non-main", "agent:main:dm:another", False),
+    ],
+)
+async def test_a_sandboxed_session_is_offered_no_commands_of_this_machine(
+    mode: str, session: str, is_offered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hide_every_bubblewrap(monkeypatch)
-    on_this_machine = {"exec": {"host": "gateway", "security": "full"}}
-    for mode in ("off", "all"):
-        own = {"id": "main", "default": True, "sandbox": {"mode": mode}}
-        config = make_agents_config(own, tools=on_this_machine)
-        async with open_agents_fixture(config, tmp_path / mode) as agents:
-            agents.app.examine_commands()
-            await agents.ask("say the examination has ended")
-            offered = (await agents.operations.sessions.act_as(OPERATOR, MAIN.session_key or "")).actor.tools
-            assert ("exec" in offered) == (mode == "off")
+    own = {"id": "main", "default": True, "sandbox": {"mode": mode}}
+    config = make_agents_config(own, tools={"exec": {"host": "gateway", "security": "full"}})
+    async with open_agents_fixture(config, tmp_path) as agents:
+        agents.app.examine_commands()
+        await agents.ask("say the examination has ended", session)
+        offered = (await agents.operations.sessions.act_as(OPERATOR, session)).actor.tools
+        assert ("exec" in offered) == is_offered
 
 
 @pytest.mark.requirement("AT6")

@@ -112,7 +112,7 @@ async def test_the_model_reads_a_list_and_may_use_other_names(service: SearchSer
     service.results = []
     assert (await call(query="dog")).text == "No results."
     assert (await call(query=" ")).is_error
-    assert tool.explain_absence("main") is None
+    assert tool.explain_absence("main", is_sandboxed=False) is None
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ async def test_the_model_reads_a_list_and_may_use_other_names(service: SearchSer
 def test_without_a_service_it_is_not_offered(settings: dict[str, Any], reason: str) -> None:
     config, warnings = parse({"tools": {"web": {"search": settings}}})
     tool = web_search(WebSearch(config.tools.web.search, ManualClock()), config.tools.web.search)
-    assert (tool.explain_absence("main") or "").startswith(reason)
+    assert (tool.explain_absence("main", is_sandboxed=False) or "").startswith(reason)
     assert any("not supported" in warning for warning in warnings) == ("perplexity" in reason)
 
 

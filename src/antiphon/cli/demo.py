@@ -177,7 +177,7 @@ def _find_written_file(app: App, story: DemoStory, state_dir: Path) -> Path | No
         return None
     if written := next(state_dir.rglob(story.written_file), None):
         return written
-    if reason := app.toolbox.tools["exec"].explain_absence("main"):
+    if reason := app.toolbox.tools["exec"].explain_absence("main", is_sandboxed=False):
         raise AntiphonError("The demo failed: its command could not run.", reason)
     raise _make_demo_error("the sub-agent wrote no file")
 

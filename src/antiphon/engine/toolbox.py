@@ -93,8 +93,8 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """Other names under which models call it. They are not offered."""
     fit: Callable[[str], ToolSpec] | None = None
     """Returns the spec for an agent id, with the choices that this agent has."""
-    unavailable: Callable[[str], str | None] | None = None
-    """Returns for an agent id why the tool cannot be used now, in one sentence; None if it can.
+    unavailable: Callable[[str, bool], str | None] | None = None
+    """Returns why the sessions of an agent, sandboxed or not, cannot use the tool now, in one sentence; None if they can.
 
     Asked before every run, so it must answer at once, from what is already known.
     """
@@ -115,9 +115,9 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
         """What the selection of tools needs to know about it."""
         return ToolFacts(self.spec.name, self.reaches_sessions, self.runs_in_gateway)
 
-    def explain_absence(self, agent_id: str) -> str | None:
-        """Return why an agent cannot be offered this tool now, or None if it can."""
-        return None if self.unavailable is None else self.unavailable(agent_id)
+    def explain_absence(self, agent_id: str, *, is_sandboxed: bool) -> str | None:
+        """Return why sessions of an agent cannot be offered this tool now, or None if they can."""
+        return None if self.unavailable is None else self.unavailable(agent_id, is_sandboxed)
 
     def adapt_to_agent(self, agent_id: str) -> Tool:
         return self if self.fit is None else msgspec.structs.replace(self, spec=self.fit(agent_id), fit=None)
@@ -132,10 +132,11 @@ def ask_about_arguments(request: ToolRequest) -> ApprovalQuestion:
 class PermittedTools:
     """The tools that the lists of an agent leave to a session, including those that cannot be used now."""
 
-    def __init__(self, agent_id: str, tools: Mapping[str, Tool]) -> None:
+    def __init__(self, agent_id: str, tools: Mapping[str, Tool], *, is_sandboxed: bool) -> None:
         self.by_name = tools
         self._agent_id = agent_id
-        self._names_by_condition: dict[Callable[[str], str | None], list[str]] = {}
+        self._is_sandboxed = is_sandboxed
+        self._names_by_condition: dict[Callable[[str, bool], str | None], list[str]] = {}
         """The tools that may be unavailable, by the function that knows (`Tool.unavailable`)."""
         for name, tool in tools.items():
             if tool.unavailable is not None:
@@ -149,7 +150,7 @@ class PermittedTools:
         absent = {
             name
             for explain, names in self._names_by_condition.items()
-            if explain(self._agent_id) is not None
+            if explain(self._agent_id, self._is_sandboxed) is not None
             for name in names
         }
         if absent != self.absent:
@@ -206,5 +207,5 @@ class Toolbox:
                 for name, tool in self._tools.items()
                 if decide_tool(tool.facts, selection, audience).is_offered
             }
-            self._permitted[known] = PermittedTools(agent_id, tools)
+            self._permitted[known] = PermittedTools(agent_id, tools, is_sandboxed=audience.is_sandboxed)
         return self._permitted[known]

@@ -206,7 +206,7 @@ def build_tool(actor: ServerActor, offer: Offer) -> Tool:
         reaches_sessions=False,
         runs_in_gateway=False,
         ask=config.asks_about(tool.name) and not only_reads,
-        unavailable=lambda _agent_id: actor.explain_absence(),
+        unavailable=lambda _agent_id, _is_sandboxed: actor.explain_absence(),
     )
 
 
@@ -279,5 +279,5 @@ def _build_shown_tool(offer: Offer, record: ServerRecord) -> Tool:
         spec=ToolSpec(name=offer.name, description=_describe_tool(offer), parameters=offer.tool.parameters),
         invoke=refuse,
         runs_in_gateway=False,
-        unavailable=lambda _agent_id: absence,
+        unavailable=lambda _agent_id, _is_sandboxed: absence,
     )

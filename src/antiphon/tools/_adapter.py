@@ -55,7 +55,7 @@ def build_tool(
     reaches_sessions: bool = True,
     ends_turn: bool = False,
     agents: Callable[[str], Sequence[str]] | None = None,
-    unavailable: Callable[[str], str | None] | None = None,
+    unavailable: Callable[[str, bool], str | None] | None = None,
 ) -> Tool:
     """Build a built-in tool. Calls may be repeated after a crash: reads are harmless, actions are idempotent.
 

@@ -67,7 +67,7 @@ def cron(operations: Operations, *, is_enabled: bool) -> Tool:
         run,
         aliases={"id": "jobId", "job_id": "jobId"},
         has_side_effects=True,
-        unavailable=None if is_enabled else lambda _agent_id: DISABLED_REASON,
+        unavailable=None if is_enabled else lambda _agent_id, _is_sandboxed: DISABLED_REASON,
     )
 
 

@@ -59,7 +59,7 @@ class ImageViewer(msgspec.Struct, frozen=True):
     store: Store
     clock: Clock
 
-    def explain_unavailable(self, agent_id: str) -> str | None:
+    def explain_unavailable(self, agent_id: str, _is_sandboxed: bool) -> str | None:
         """Return why no model looks at images for an agent, or None if one does."""
         if self.config.find_image_model_ref(agent_id) is not None:
             return None

@@ -55,7 +55,7 @@ def web_fetch(
         run,
         has_side_effects=True,  # it sends the session's address to a server
         reaches_sessions=False,
-        unavailable=None if is_enabled else lambda _agent_id: DISABLED_REASON,
+        unavailable=None if is_enabled else lambda _agent_id, _is_sandboxed: DISABLED_REASON,
     )
 
 

@@ -47,5 +47,5 @@ def web_search(search: WebSearch, settings: WebSearchConfig) -> Tool:
         aliases={"maxResults": "count", "max_results": "count"},
         has_side_effects=True,  # it sends the session's query to a service
         reaches_sessions=False,
-        unavailable=None if missing is None else lambda _agent_id: missing,
+        unavailable=None if missing is None else lambda _agent_id, _is_sandboxed: missing,
     )

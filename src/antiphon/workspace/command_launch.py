@@ -95,24 +95,24 @@ class CommandLauncher:
         for agent_id in self._config.agent_ids:
             agent = self._config.get_agent(agent_id)
             runs_commands = agent.exec.security != "deny"
-            if agent.sandbox.mode != "off" or (runs_commands and agent.exec.host == "sandbox"):
+            if agent.sandbox.mode != "off" or runs_commands:  # a spawn may sandbox a session of any agent
                 await self._sandboxes.find_status(agent_id)
             if not runs_commands:
                 continue
-            if reason := self.explain_unavailable(agent_id):
+            if reason := self.explain_unavailable(agent_id, agent.sandbox.mode == "all"):
                 affected.setdefault(reason, []).append(agent_id)
         for reason, agent_ids in affected.items():
             log.warning("No commands for %s: %s", ", ".join(map(repr, agent_ids)), reason)
 
-    def explain_unavailable(self, agent_id: str) -> str | None:
-        """Return why an agent cannot run commands and what to do; None if it can or this is not known yet."""
+    def explain_unavailable(self, agent_id: str, is_sandboxed: bool) -> str | None:
+        """Return why sessions of an agent cannot run commands and what to do; None if they can or it is not known yet."""
         agent = self._config.get_agent(agent_id)
         settings = agent.exec
         if settings.security == "deny":
             return "Commands are off ('tools.exec.security' is 'deny'). Set it to 'allowlist' or 'full'."
         if settings.host == "node":
             return "'tools.exec.host' is 'node', which Antiphon does not support. Use 'sandbox' or 'gateway'."
-        if settings.host == "gateway" and agent.sandbox.mode != "all":  # sandboxed sessions never run there
+        if settings.host == "gateway" and not is_sandboxed:
             return None
         return self._sandboxes.explain_unavailable(agent_id)
 

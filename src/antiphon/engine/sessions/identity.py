@@ -74,7 +74,9 @@ class SessionIdentityResolver:
         )
         if permissions is not None:
             tools = PermittedTools(
-                agent_id, {name: tool for name, tool in tools.by_name.items() if name in permissions.tools}
+                agent_id,
+                {name: tool for name, tool in tools.by_name.items() if name in permissions.tools},
+                is_sandboxed=is_sandboxed,
             )
         return caller, tools
 
@@ -105,7 +107,7 @@ def explain_tools(
     explained: list[ToolExplanation] = []
     for name, tool in tools.items():
         decided = decide_tool(tool.facts, selection, audience)
-        absence = tool.explain_absence(agent_id)
+        absence = tool.explain_absence(agent_id, is_sandboxed=audience.is_sandboxed)
         if not decided.is_offered:
             found = ToolExplanation(name, is_offered=False, path=decided.path, reason=decided.reason)
         elif absence is not None:
