@@ -42,6 +42,9 @@ def create_container(daemon: DockerDaemon) -> str:
                 "CapDrop": ["ALL"],
                 "SecurityOpt": ["no-new-privileges"],
                 "PidsLimit": 256,
+                "Ulimits": [
+                    {"Name": "nproc", "Soft": 512, "Hard": 512}
+                ],  # where a kernel has no limit for containers
             },
         },
     )
@@ -229,8 +232,8 @@ def test_processes_that_start_others_all_the_time_end_with_the_container(
     with launching(docker_daemon, container) as launch:
         process = launch(f": {marker}; b() {{ b | b & }}; b; sleep 100")
         assert process.stdout is not None
-        while b"fork" not in process.stdout.readline():
-            pass
+        while b"fork" not in (line := process.stdout.readline()):
+            assert line, "it ended before it reached the limit"
         began = time.monotonic()
         process.terminate()
         read_all(process)
