@@ -94,7 +94,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     fit: Callable[[str], ToolSpec] | None = None
     """Returns the spec for an agent id, with the choices that this agent has."""
     unavailable: Callable[[str, bool], str | None] | None = None
-    """Returns why the sessions of an agent, sandboxed or not, cannot use the tool now, in one sentence; None if they can.
+    """Returns why the sessions of an agent, sandboxed or not, cannot use it now, in one sentence; None if they can.
 
     Asked before every run, so it must answer at once, from what is already known.
     """

@@ -105,7 +105,7 @@ class CommandLauncher:
             log.warning("No commands for %s: %s", ", ".join(map(repr, agent_ids)), reason)
 
     def explain_unavailable(self, agent_id: str, is_sandboxed: bool) -> str | None:
-        """Return why sessions of an agent cannot run commands and what to do; None if they can or it is not known yet."""
+        """Return why sessions of an agent cannot run commands and what to do; None if they can or it is unknown yet."""
         agent = self._config.get_agent(agent_id)
         settings = agent.exec
         if settings.security == "deny":
