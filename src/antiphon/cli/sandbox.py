@@ -6,6 +6,7 @@ It looks at this machine and works beside a running gateway and without one.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +16,7 @@ from antiphon.cli._options import Settings, common_options
 
 if TYPE_CHECKING:
     from antiphon.config import Config
+    from antiphon.workspace.docker_containers import SandboxContainer
     from antiphon.workspace.sandbox_directories import SandboxDirectory
 
 
@@ -50,7 +52,9 @@ def _explain(settings: Settings, agent_id: str | None) -> None:
         _output.print_fact("sandboxed", f"{sessions[agent['mode']]} (sandbox.mode {agent['mode']!r})")
         program = f" ({agent['program']})" if agent["program"] else ""
         _output.print_fact("commands", f"{agent['backend'] or 'refused'}{program}")
-        _output.print_fact("network", ", ".join(agent["allowHosts"]) or "none")
+        if agent["image"]:
+            _output.print_fact("image", agent["image"])
+        _output.print_fact("network", ", ".join(agent["allowHosts"]) or agent["network"])
         for fault in agent["faults"]:
             _output.print_fact(fault["backend"], f"{fault['reason']}; to fix it, {fault['cure']}")
         _output.print_fact("workspace", f"{agent['workspaceAccess']}, shared by {agent['scope']}")
@@ -72,7 +76,8 @@ async def _examine(settings: Settings, config: Config, agent_ids: list[str]) -> 
                 "workspaceAccess": own.workspace_access,
                 "backend": status.backend,
                 "program": status.program,
-                "network": own.network,
+                "image": own.docker.image if status.backend == "docker" else None,
+                "network": own.docker.network if status.backend == "docker" else own.network,
                 "allowHosts": own.allow_hosts,
                 "faults": [
                     {"backend": name, "reason": fault.reason, "cure": fault.cure}
@@ -87,10 +92,13 @@ async def _examine(settings: Settings, config: Config, agent_ids: list[str]) -> 
 @common_options
 @click.pass_obj
 def list_sandboxes(settings: Settings) -> None:
-    """List the directories of sandboxed sessions."""
+    """List the directories and containers of sandboxed sessions."""
+    from antiphon.workspace.docker_containers import has_containers, list_containers
     from antiphon.workspace.sandbox_directories import list_directories
 
-    _print_directories(settings, list_directories(settings.load().config, settings.paths.state_dir))
+    config, state_dir = settings.load().config, settings.paths.state_dir
+    containers = asyncio.run(list_containers(state_dir)) if has_containers(config) else []
+    _print_remains(settings, list_directories(config, state_dir), containers)
 
 
 @command.command()
@@ -104,17 +112,31 @@ def list_sandboxes(settings: Settings) -> None:
 @common_options
 @click.pass_obj
 def prune(settings: Settings, idle_hours: float) -> None:
-    """Remove directories of sandboxed sessions that are not used any more, with all files in them."""
+    """Remove directories and containers of sandboxed sessions that are not used any more, with all files in them."""
+    from antiphon.workspace.docker_containers import has_containers, remove_unused_containers
     from antiphon.workspace.sandbox_directories import remove_idle_directories
 
     config, state_dir = settings.load().config, settings.paths.state_dir
-    _print_directories(settings, remove_idle_directories(config, state_dir, idle_hours))
+    containers: list[SandboxContainer] = []
+    if has_containers(config):
+        now = round(time.time() * 1000)
+        containers = asyncio.run(remove_unused_containers(config, state_dir, now, idle_hours=idle_hours))
+    _print_remains(settings, remove_idle_directories(config, state_dir, idle_hours), containers)
 
 
-def _print_directories(settings: Settings, directories: list[SandboxDirectory]) -> None:
+def _print_remains(
+    settings: Settings, directories: list[SandboxDirectory], containers: list[SandboxContainer]
+) -> None:
     if settings.json:
-        _output.print_json({"directories": directories})
-    elif not directories:
+        _output.print_json({"directories": directories, "containers": containers})
+        return
+    if containers:
+        rows = [
+            [each.name, each.image, each.state, _output.format_age(each.used_at) if each.used_at else "-"]
+            for each in containers
+        ]
+        _output.print_table(["container", "image", "state", "unused for"], rows)
+    if not directories:
         click.echo("No directories.")
     else:
         rows = [

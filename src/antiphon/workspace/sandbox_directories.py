@@ -75,8 +75,8 @@ def list_idle_directories(config: Config, state_dir: Path, now: int) -> dict[Pat
         for parent in (root, root / agent_id):
             for path in parent.glob(f"{_REMOVED_NAME_PREFIX}*"):
                 _delete_tree(path)
-        for path in _find_directories(root, agent_id):
-            limits[path] = max(limits.get(path, 0), _get_idle_hours(agent.sandbox.prune))
+    for path, settings in list_prune_settings(config, state_dir).items():
+        limits[path] = max(map(get_idle_hours, settings))
     idle: dict[Path, int] = {}
     for path, hours in limits.items():
         if hours == math.inf or any(workspace.is_relative_to(path) for workspace in workspaces):
@@ -86,6 +86,16 @@ def list_idle_directories(config: Config, state_dir: Path, now: int) -> dict[Pat
             if path.stat().st_mtime * 1000 < before and _describe(path).used_at < before:
                 idle[path] = before
     return idle
+
+
+def list_prune_settings(config: Config, state_dir: Path) -> dict[Path, list[SandboxPrune]]:
+    """Return when the directories of sessions are to be removed, as each agent that uses them says."""
+    settings: dict[Path, list[SandboxPrune]] = {}
+    for agent_id in config.agent_ids:
+        agent = config.get_agent(agent_id)
+        for path in _find_directories(locate_sandboxes(agent, state_dir), agent_id):
+            settings.setdefault(path, []).append(agent.sandbox.prune)
+    return settings
 
 
 def remove_directory(path: Path, before: int) -> bool:
@@ -101,7 +111,7 @@ def remove_directory(path: Path, before: int) -> bool:
     return True
 
 
-def _get_idle_hours(prune: SandboxPrune) -> float:
+def get_idle_hours(prune: SandboxPrune) -> float:
     """Return after how many hours without use a directory is removed."""
     return min((hours for hours in (prune.idle_hours, prune.max_age_days * 24) if hours), default=math.inf)
 

@@ -1,4 +1,4 @@
-"""Removes directories of sandboxed sessions that nothing has used for a while, as `sandbox.prune` says.
+"""Removes directories and containers of sessions that nothing has used for a while, as `sandbox.prune` says.
 
 Every process does so for its own state directory. A directory in which a command runs is never removed, nor is one that
 holds the workspace of an agent.
@@ -43,7 +43,8 @@ class SandboxPruner:
             await asyncio.sleep(PRUNE_INTERVAL_SECONDS)
 
     async def prune(self) -> list[Path]:
-        """Remove idle directories, a bounded number of them, and return them."""
+        """Remove idle directories, a bounded number of them, and return them; containers that nothing uses, too."""
+        await self._prune_containers()
         idle = await asyncio.to_thread(
             list_idle_directories, self._config, self._state_dir, self._clock.now()
         )
@@ -59,6 +60,17 @@ class SandboxPruner:
         if removed:
             log.info("Removed %d idle directories of sandboxed sessions", len(removed))
         return removed
+
+    async def _prune_containers(self) -> None:
+        from antiphon.workspace.docker_containers import (  # noqa: PLC0415 - not needed by most gateways
+            has_containers,
+            remove_unused_containers,
+        )
+
+        if has_containers(self._config):
+            removed = await remove_unused_containers(self._config, self._state_dir, self._clock.now())
+            if removed:
+                log.info("Removed %d unused containers of sessions", len(removed))
 
     async def _find_busy_directories(self) -> set[Path]:
         rows = await self._store.read(command_rows.list_live_sessions)
