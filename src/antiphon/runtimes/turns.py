@@ -6,8 +6,9 @@ asked there. A turn that a crash cut off is not continued but told about: its ca
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence, Set
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import msgspec
 
@@ -75,16 +76,17 @@ class TurnHost(Protocol):
         ...
 
 
-@runtime_checkable
-class TurnRuntime(Protocol):
-    """Answers whole turns. Cancelling the awaiting task must stop the turn."""
+class TurnRuntime(ABC):
+    """Answers whole turns. Cancelling the awaiting task must stop the turn.
 
-    @property
-    def context_window(self) -> int | None: ...
+    Not a protocol: every run asks whether its runtime is one, and a protocol compares the attributes each time.
+    """
 
-    @property
-    def reads_history(self) -> bool: ...
+    context_window: int | None
+    reads_history: bool
 
+    @abstractmethod
     async def run_turn(self, prompt: Prompt, host: TurnHost, deltas: Deltas) -> AssistantMessage: ...
 
+    @abstractmethod
     async def close(self) -> None: ...

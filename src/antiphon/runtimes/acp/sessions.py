@@ -37,7 +37,7 @@ from antiphon.runtimes.acp.permissions import (
     decide,
 )
 from antiphon.runtimes.acp.turn_recorder import Json, TurnRecorder
-from antiphon.runtimes.turns import TurnHost
+from antiphon.runtimes.turns import TurnHost, TurnRuntime
 
 if TYPE_CHECKING:
     from antiphon.config import AgentConfig, Config
@@ -476,10 +476,10 @@ class AcpSessions:
         await self.processes.aclose()
 
 
-class AcpRuntime:
-    """A `TurnRuntime` for one agent."""
+class AcpRuntime(TurnRuntime):
+    """The program of one agent."""
 
-    context_window: int | None = None
+    context_window = None
     reads_history = False
 
     def __init__(self, sessions: AcpSessions, agent: AgentConfig) -> None:
