@@ -104,6 +104,8 @@ class Sandboxes:
         self._state_dir = state_dir
         self._locate = SessionWorkspaceLocator(config, state_dir)
         self._selected: dict[tuple[object, ...], _Selected] = {}
+        self._backend_keys: dict[str, tuple[object, ...]] = {}
+        """By configured agent: every run asks, and the settings do not change."""
         self._attested: OrderedDict[tuple[object, ...], None] = OrderedDict()
         self._selecting = asyncio.Lock()
 
@@ -118,14 +120,14 @@ class Sandboxes:
 
     def explain_unavailable(self, agent_id: str) -> str | None:
         """Return why the agent's commands cannot run, or None if they can or this is not known yet."""
-        selected = self._selected.get(_get_backend_key(self._config.get_agent(agent_id).sandbox))
+        selected = self._find_selected(agent_id)
         if selected is None or selected.backend is not None:
             return None
         return " ".join(selected.status.describe_faults())
 
     def is_attested(self, agent_id: str) -> bool:
         """Whether a backend was examined from inside for this agent, and isolates its commands."""
-        selected = self._selected.get(_get_backend_key(self._config.get_agent(agent_id).sandbox))
+        selected = self._find_selected(agent_id)
         return selected is not None and selected.backend is not None
 
     async def wrap(
@@ -185,7 +187,7 @@ class Sandboxes:
 
         `output` is what it printed. Only a text that looks like one of a backend is examined.
         """
-        selected = self._selected.get(_get_backend_key(self._config.get_agent(caller.agent_id or "").sandbox))
+        selected = self._find_selected(caller.agent_id or "")
         if selected is None or selected.backend is None or f"{selected.backend.name}: " not in output:
             return None
         self._attested.clear()
@@ -198,8 +200,17 @@ class Sandboxes:
 
     # --- which backend ---
 
+    def _find_selected(self, agent_id: str) -> _Selected | None:
+        """Return the backend of an agent, or None if it is not known yet."""
+        return self._selected.get(self._get_backend_key(self._config.get_agent(agent_id)))
+
+    def _get_backend_key(self, agent: AgentConfig) -> tuple[object, ...]:
+        if (key := self._backend_keys.get(agent.id)) is None:
+            key = self._backend_keys[agent.id] = _build_backend_key(agent.sandbox)
+        return key
+
     async def _select(self, agent: AgentConfig) -> _Selected:
-        key = _get_backend_key(agent.sandbox)
+        key = self._get_backend_key(agent)
         async with self._selecting:
             if key not in self._selected:
                 self._selected[key] = await self._find_working_backend(agent)
@@ -361,7 +372,7 @@ class Sandboxes:
         return next((path for path in sorted(self._state_dir.iterdir()) if path.is_file()), self._state_dir)
 
 
-def _get_backend_key(settings: SandboxConfig) -> tuple[object, ...]:
+def _build_backend_key(settings: SandboxConfig) -> tuple[object, ...]:
     """Return what the choice of a backend depends on."""
     containers = settings.docker.model_dump_json() if settings.backend in (None, "docker") else ""
     return settings.backend, settings.fallback, settings.user, settings.network, containers
