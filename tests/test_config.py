@@ -835,6 +835,17 @@ def test_a_group_stands_for_its_tools_and_one_that_has_none_is_told() -> None:
     assert has_none in told["group:*"][0]
 
 
+@pytest.mark.parametrize(("name", "near"), [("exce", "exec"), ("raed", "read"), ("web_serach", "web_search")])
+def test_a_misspelt_tool_is_named_also_if_its_name_is_short(name: str, near: str) -> None:
+    [warning] = parse({"tools": {"deny": [name]}})[1]
+    assert warning == f"'tools.deny' names {name!r}, but there is no such tool. Did you mean {near!r}?"
+
+
+@pytest.mark.parametrize("name", ["browser", "canvas", "nodes", "tts", "pdf", "grep", "ls", "find", "bash"])
+def test_a_tool_of_another_program_is_not_taken_for_a_misspelt_one(name: str) -> None:
+    assert parse({"tools": {"deny": [name]}})[1] == ()
+
+
 def test_the_session_tools_are_those_there_are() -> None:
     assert {tool.spec.name for tool in create_session_tools(Mock())} == set(SESSION_TOOL_NAMES)
 
@@ -1163,7 +1174,6 @@ def test_all_problems_are_reported_at_once() -> None:
         ("{a: 1,\n b: }", "line 2, column 5"),
         ("{} x", "line 1, column 4"),
         ('{\n  a: "x', "line 2, column 6"),
-        ("", "line 1, column 1"),
         ("[" * 100, "nested too deeply"),
     ],
 )
@@ -1171,6 +1181,12 @@ def test_syntax_error_gives_line_and_column(text: str, where: str, tmp_path: Pat
     with pytest.raises(ConfigError, match="is not JSON5") as caught:
         load(written(tmp_path, text))
     assert where in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_file_is_named_as_such(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is empty\. Write {} into it, or remove it\."):
+        load(written(tmp_path, text))
 
 
 def test_document_must_be_an_object(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,12 @@ def test_without_a_collector_there_are_no_spans() -> None:
     with tracing.start_span("run", run_id="r") as current:
         assert current is None
     assert tracing.configure_export({}) is False
+
+
+def test_a_library_that_is_being_imported_is_not_used_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", types.ModuleType("opentelemetry.trace"))
+    with tracing.start_span("run", run_id="r") as current:
+        assert current is None
 
 
 def test_a_missing_extra_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,10 @@ def decode_json5(text: str, path: Path) -> object:
     try:
         decoded = pyjson5.decode(text)
     except (pyjson5.Json5Exception, ValueError, RecursionError) as error:
+        if not text.strip():
+            raise ConfigError(
+                f"The config file {str(path)!r} is empty.", "Write {} into it, or remove it.", file=str(path)
+            ) from None
         why = _describe_syntax_error(error, text)
     else:
         # The parser would silently drop the first of two sections with one name.

@@ -25,7 +25,8 @@ def start_span(
 ) -> AbstractContextManager[Span | None]:
     """Starts a span. `parent` is the `traceparent` of a request."""
     trace = sys.modules.get("opentelemetry.trace")  # nothing is collected unless the process has imported it
-    if trace is None or isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+    get_provider = getattr(trace, "get_tracer_provider", None)  # None while another thread imports it
+    if trace is None or get_provider is None or isinstance(get_provider(), trace.ProxyTracerProvider):
         return _NO_SPAN
     from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415
 

@@ -172,9 +172,13 @@ def test_a_running_gateway_shows_the_states_and_is_not_disturbed(program: Progra
         assert again[0]["state"] == "ready" and again[0]["connections"] == 1
         added = program.run("mcp", "add", "more", "--no-test", "--", "prog")
         assert "after a restart" in added.out
+        assert program.run("mcp", "remove", "good").code == 0
+        changed = {row["name"]: row for row in program.run("mcp", "list", "--json").json["servers"]}
+        assert changed["more"]["state"] == "new" and "after a restart" in changed["more"]["reason"]
+        assert changed["good"]["state"] == "ready" and changed["good"]["reason"].startswith("removed from")
         assert gateway.stop() == 0
     left = {row["name"]: row["state"] for row in program.run("mcp", "list", "--json").json["servers"]}
-    assert left == {"good": "idle", "bad": "failed", "more": "idle", "off": "disabled"}
+    assert left == {"bad": "failed", "more": "idle", "off": "disabled"}
 
 
 def test_variables_in_texts_are_replaced(program: Program) -> None:

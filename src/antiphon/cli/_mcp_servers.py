@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 SERVER_KEY_PATHS = (("mcp", "servers"), ("mcpServers",), ("tools", "mcpServers"))
 """The keys under which servers are configured; new ones go to the first of these that is in use."""
 MAX_DESCRIPTION_CHARACTERS = 100
-WEB_SCHEMES = ("http://", "https://")
 
 
 # --- add ---
@@ -133,7 +132,7 @@ def _build_program(target: Sequence[str], options: dict[str, Any]) -> dict[str, 
 
 
 def _is_address(target: Sequence[str]) -> bool:
-    return target[0].lower().startswith(WEB_SCHEMES)
+    return "://" in target[0]  # which schemes are served is checked with the configuration
 
 
 def _split_variable(given: str) -> tuple[str, Any]:
@@ -282,10 +281,23 @@ async def _load_states(settings: Settings) -> list[dict[str, Any]]:
         from antiphon.client import Client
 
         async with Client.of_replicas([site]) as client:
-            return (await client.call("mcp.status"))["servers"]
+            running: list[dict[str, Any]] = (await client.call("mcp.status"))["servers"]
+        return running if settings.named_gateways else _add_changes(settings, running)
     from antiphon.mcp.servers import describe_known_servers
 
     return await asyncio.to_thread(describe_known_servers, settings.load().config, settings.paths.state_dir)
+
+
+def _add_changes(settings: Settings, running: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the servers of the gateway with those that only a restart adds, and say which it removes."""
+    configured = {name for _, name, _ in settings.load().config.list_mcp_servers()}
+    known = {server["name"] for server in running}
+    removed = "removed from the configuration; in use until the gateway is restarted"
+    added = "in the configuration; used after a restart of the gateway"
+    return [
+        *(server if server["name"] in configured else {**server, "reason": removed} for server in running),
+        *({"name": name, "state": "new", "reason": added, "tools": 0} for name in sorted(configured - known)),
+    ]
 
 
 def _format_row(server: dict[str, Any]) -> list[str]:

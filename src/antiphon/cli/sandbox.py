@@ -135,7 +135,7 @@ def _print_remains(
             [each.name, each.image, each.state, _output.format_age(each.used_at) if each.used_at else "-"]
             for each in containers
         ]
-        _output.print_table(["container", "image", "state", "unused for"], rows)
+        _output.print_table(["CONTAINER", "IMAGE", "STATE", "UNUSED FOR"], rows)
     if not directories:
         click.echo("No directories.")
     else:
@@ -143,4 +143,4 @@ def _print_remains(
             [each.path, str(each.files), f"{each.bytes // 1024} KiB", _output.format_age(each.used_at)]
             for each in directories
         ]
-        _output.print_table(["directory", "files", "size", "unused for"], rows)
+        _output.print_table(["DIRECTORY", "FILES", "SIZE", "UNUSED FOR"], rows)

@@ -22,9 +22,8 @@ from antiphon.tool_selection import (
 )
 from antiphon.validation_errors import find_nearest, suggest_options
 
-MIN_NAME_SIMILARITY = 0.8  # of 1
-MIN_COMPARED_CHARACTERS = 8  # a shorter name is too easily like that of another program's tool
-_COMPARED_NAMES = [name for name in BUILTIN_TOOL_NAMES if len(name) >= MIN_COMPARED_CHARACTERS]
+MIN_NAME_SIMILARITY, MIN_SHORT_NAME_SIMILARITY = 0.8, 0.75  # of 1; the latter is two swapped letters of four
+SHORT_NAME_CHARACTERS = 7
 
 
 class _ToolList(NamedTuple):
@@ -130,14 +129,16 @@ def _iterate_tool_lists(config: Config) -> Iterator[_ToolList]:
 
 
 def _is_like_builtin(lowered: str) -> bool:
+    is_short = len(lowered) <= SHORT_NAME_CHARACTERS
+    similarity = MIN_SHORT_NAME_SIMILARITY if is_short else MIN_NAME_SIMILARITY
     return (
         lowered.startswith(("session", "subagent"))
-        or find_nearest(lowered, _COMPARED_NAMES, alike=MIN_NAME_SIMILARITY) is not None
+        or find_nearest(lowered, BUILTIN_TOOL_NAMES, alike=similarity) is not None
     )
 
 
 def _suggest_tool(name: str) -> str:
-    near = find_nearest(name, _COMPARED_NAMES)
+    near = find_nearest(name, BUILTIN_TOOL_NAMES)
     if "*" in name:
         return "Write out the name of each tool."
     return f"Did you mean {near!r}?" if near else f"Valid tools: {', '.join(BUILTIN_TOOL_NAMES)}."

@@ -359,7 +359,7 @@ def _describe_error(error: BaseException) -> str | None:
     reason: str | None = None
     match error:
         case AntiphonError():
-            reason = f"{error.what} {error.hint}"
+            reason = f"{error.what} {error.hint}".rstrip(".")
         case MCPError() if error.error.code == mcp_types.CONNECTION_CLOSED:
             reason = "it ended, or closed the connection"
         case MCPError():

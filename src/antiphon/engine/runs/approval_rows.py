@@ -112,7 +112,7 @@ async def decide_approval(
     if always and row["subject"] is None and row["state"] == "pending":
         raise InvalidInput(
             "This call can be allowed only once, because it is not a single plain command.",
-            f"Use: /approve {approval_id} allow-once, or deny.",
+            "Allow it once, or deny it.",
             field="decision",
         )
     if always and row["state"] == "pending":

@@ -282,7 +282,12 @@ async def _read_lines(fd: int) -> AsyncGenerator[bytes]:
     lines: asyncio.Queue[bytes | None] = asyncio.Queue(1)
 
     def pass_on(line: bytes | None) -> None:
-        asyncio.run_coroutine_threadsafe(lines.put(line), loop).result()
+        adding = lines.put(line)
+        try:
+            asyncio.run_coroutine_threadsafe(adding, loop).result()
+        except RuntimeError:  # the loop is closed
+            adding.close()
+            raise
 
     def read() -> None:
         begun = bytearray()
