@@ -191,6 +191,13 @@ async def test_the_tools_of_an_agent_are_listed(tmp_path: Path) -> None:
         assert (await client.refused("tools.catalog", agentId="nobody"))["code"] == "INVALID_REQUEST"
 
 
+async def test_mcp_servers_are_listed_also_if_they_are_off(tmp_path: Path) -> None:
+    settings = {"mcp": {"servers": {"files": {"command": "prog", "enabled": False}}}}
+    async with open_gateway(tmp_path, settings=settings) as gateway, gateway.client() as client:
+        (server,) = (await client.call("mcp.status"))["servers"]
+        assert (server["name"], server["state"]) == ("files", "disabled")
+
+
 async def test_a_tool_is_invoked_as_a_session_would(tmp_path: Path) -> None:
     async def look(call: ToolRequest) -> ToolOutput:
         if call.arguments.get("fail"):
