@@ -4,6 +4,8 @@
     uv run python benchmarks/work.py --quick    small sizes
     uv run python benchmarks/work.py commands   only this part
 
+Where a Docker engine has the image (`ANTIPHON_BENCHMARK_IMAGE`, or Debian's), commands run in a container, too.
+
 Each call is made as in a step of a run. `subprocess` in the same run is the yardstick for the machine. A turn that uses
 no tool is compared with one of an agent that has none, in turns, so that both see the same machine.
 """
@@ -33,6 +35,7 @@ from antiphon.operations.types import IncomingMessage
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
 from antiphon.workspace.keeper_client import KEEPER_DIRECTORY_NAME
+from antiphon.workspace.sandbox import Sandboxes
 from figures import Figure, at_least, at_most, main, timed
 from gateway import temporary
 
@@ -41,6 +44,13 @@ MAIN = Caller.agent("main", "agent:main:main")
 COUNTS = {"commands": 200, "reads": 100, "background": 100, "turns": 400}
 QUICK = {"commands": 40, "reads": 30, "background": 20, "turns": 80}
 IN_SANDBOX: dict[str, Any] = {"agents": {"list": [{"id": "main", "default": True}]}}
+CONTAINER_IMAGE = os.environ.get("ANTIPHON_BENCHMARK_IMAGE", "debian:bookworm-slim")
+IN_CONTAINER: dict[str, Any] = {
+    "agents": {
+        "defaults": {"sandbox": {"backend": "docker", "docker": {"image": CONTAINER_IMAGE}}},
+        **IN_SANDBOX["agents"],
+    }
+}
 ON_GATEWAY: dict[str, Any] = {
     **IN_SANDBOX,
     "tools": {"exec": {"host": "gateway", "security": "full", "ask": "off"}},
@@ -81,13 +91,23 @@ async def run_program(*command: str) -> None:
     assert await process.wait() == 0
 
 
+async def has_containers() -> bool:
+    """Whether a Docker engine answers that has the image."""
+    with tempfile.TemporaryDirectory() as folder:
+        status = await Sandboxes(parse(IN_CONTAINER)[0], Path(folder)).find_status("main")
+        return status.backend == "docker"
+
+
 async def commands(counts: dict[str, int]) -> list[Figure]:
     figures: list[Figure] = []
     bare = ("bwrap", "--unshare-pid", "--unshare-net", "--ro-bind", "/", "/", "/bin/true")
     for name, words in (("true", ("/bin/true",)), ("true in a bare bwrap", bare)):
         times = await timed(lambda words=words: run_program(*words), counts["commands"])
         figures.append(at_most(f"subprocess: {name}, p50", statistics.median(times), "ms", 1000))
-    for name, settings, most in (("plain", ON_GATEWAY, 6), ("in bwrap", IN_SANDBOX, 20)):
+    places = [("plain", ON_GATEWAY, 6), ("in bwrap", IN_SANDBOX, 20)]
+    if await has_containers():
+        places.append(("in a container", IN_CONTAINER, 500))
+    for name, settings, most in places:
         with tempfile.TemporaryDirectory() as folder:
             async with hosted(Path(folder), settings) as opened:
                 await call(opened, "exec", command="true")  # starts the keeper

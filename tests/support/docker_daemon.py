@@ -26,9 +26,21 @@ STOP_SECONDS = 30.0
 _PROGRAMS = (
     *("sh", "bash", "cat", "cp", "chmod", "cut", "env", "false", "grep", "head", "id", "ln", "ls", "mkdir"),
     *("mknod", "mount", "mv", "ps", "pwd", "rm", "seq", "setsid", "sleep", "stat", "tail", "touch", "tr"),
-    *("true", "unshare", "wc", "yes", "chroot", "sort", "date", "tty", "readlink"),
+    *("true", "unshare", "wc", "yes", "chroot", "sort", "date", "tty", "readlink", "find", "df", "touch"),
+    *("nsenter", "umount", "hostname", "renice", "su", "dd"),
 )
-_DIRECTORIES = ("dev", "etc", "opt", "proc", "root", "run", "sys", "tmp", "usr/bin", "var/tmp", "workspace")
+_PYTHON = Path("/usr/bin/python3")
+_LEFT_OUT_OF_PYTHON = (
+    "test",
+    "idlelib",
+    "lib2to3",
+    "tkinter",
+    "pydoc_data",
+    "distutils",
+    "ensurepip",
+    "turtledemo",
+)
+_DIRECTORIES = ("dev", "etc", "opt", "proc", "run", "sys", "tmp", "usr/bin", "var/tmp", "workspace")
 _STORAGE_DRIVERS = ("overlay2", "vfs")
 
 
@@ -189,7 +201,11 @@ def build_image() -> bytes:
         found = shutil.which(name, path="/usr/bin:/bin")
         if found is not None:
             files[f"usr/bin/{name}"] = Path(found).resolve()
-    for library in _find_libraries(set(files.values())):
+    files |= _find_python()
+    programs = {path for path in files.values() if path.suffix != ".py"}
+    for library in _find_libraries(
+        path for path in programs if ".so" in path.name or os.access(path, os.X_OK)
+    ):
         files[str(library).lstrip("/")] = library.resolve()
     output = io.BytesIO()
     with tarfile.open(fileobj=output, mode="w") as archive:
@@ -203,6 +219,20 @@ def build_image() -> bytes:
         for name, path in sorted(files.items()):
             archive.add(path, name)
     return output.getvalue()
+
+
+def _find_python() -> dict[str, Path]:
+    """Return the files of the system's Python that simple programs need, by their names; none without one."""
+    program = _PYTHON.resolve()
+    modules = Path("/usr/lib", program.name)
+    if not program.exists():
+        return {}
+    found = {"usr/bin/python3": program}
+    for path in modules.rglob("*"):
+        first = path.relative_to(modules).parts[0]
+        if first not in _LEFT_OUT_OF_PYTHON and "__pycache__" not in path.parts and path.is_file():
+            found[str(path).lstrip("/")] = path.resolve()
+    return found
 
 
 def _find_libraries(programs: Iterable[Path]) -> set[Path]:

@@ -5,6 +5,7 @@ Scripts name their directories as `$HOME` and `$TMPDIR`, since not every backend
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import signal
@@ -18,11 +19,14 @@ from pathlib import Path
 import pytest
 
 from antiphon.child_processes.pipes import open_memory_file
+from antiphon.config.sandbox import SandboxConfig, SandboxDocker
 from antiphon.workspace import landlock_launcher
 from antiphon.workspace.bubblewrap import Bubblewrap
+from antiphon.workspace.docker import Docker
 from antiphon.workspace.landlock import Landlock
 from antiphon.workspace.locations import AGENT_WORKSPACE_MOUNT, TEMPORARY_MOUNT, WORKSPACE_MOUNT, Mount
-from antiphon.workspace.sandbox_backend import ResourceLimits, SandboxBackend, find_program
+from antiphon.workspace.sandbox_backend import ResourceLimits, SandboxBackend, find_program, set_variables
+from support.docker_daemon import IMAGE
 from support.privileges import open_way_to
 from support.sandboxes import BOUND_SECONDS
 
@@ -31,7 +35,7 @@ UNPRIVILEGED_UIDS = range(200_000, 400_000)
 LIMITS = ResourceLimits(processes=64, memory_bytes=256 * 1024**2, file_bytes=16 * 1024**2)
 IS_ROOT = os.geteuid() == 0
 CANARY = "canary-secret"
-KINDS = ("bwrap of root", "bwrap of a user", "landlock")
+KINDS = ("bwrap of root", "bwrap of a user", "landlock", "docker")
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,10 @@ class Isolation:
     @property
     def is_landlock(self) -> bool:
         return self.kind == "landlock"
+
+    @property
+    def is_container(self) -> bool:
+        return self.kind == "docker"
 
     @property
     def agent(self) -> Mount:
@@ -69,9 +77,10 @@ class Isolation:
     ) -> subprocess.CompletedProcess[str]:
         """Run a script in a new sandbox."""
         shell = ["/bin/sh", "-c", script]
-        command = self._create_backend().wrap(
-            shell, mounts or self.build_mounts(), cwd=WORKSPACE_MOUNT, env=env or {}
-        )
+        backend, shown = self._create_backend(), mounts or self.build_mounts()
+        asyncio.run(backend.prepare(shown))
+        # As `Sandboxes` does: what starts a command must not see its variables.
+        command = backend.wrap(set_variables(shell, env or {}), shown, cwd=WORKSPACE_MOUNT, env={})
         files = {name: open_memory_file(data) for name, data in command.files.items()}
         argv = [str(files.get(argument, argument)) for argument in command.argv]
         if IS_ROOT and self.kind == "bwrap of a user":
@@ -101,6 +110,11 @@ class Isolation:
     def _create_backend(self) -> SandboxBackend:
         if self.is_landlock:
             return Landlock(user=self.owner, limits=LIMITS)
+        if self.is_container:
+            limits = {"pidsLimit": LIMITS.processes, "memory": LIMITS.memory_bytes}
+            docker = SandboxDocker.model_validate({"image": IMAGE, **limits})
+            settings = SandboxConfig(user=self.owner, docker=docker)
+            return Docker(settings, self.place / "state", limits=LIMITS)
         as_root = self.kind == "bwrap of root"
         program = find_program("bwrap", [])
         assert program is not None
@@ -112,7 +126,7 @@ def open_isolation(kind: str, place: Path) -> Isolation:
     if kind == "landlock":
         if sys.platform != "linux" or landlock_launcher.get_version() == 0:
             pytest.skip("this kernel has no Landlock")
-    elif find_program("bwrap", []) is None:
+    elif kind != "docker" and find_program("bwrap", []) is None:
         pytest.skip("bwrap is not installed (apt-get install bubblewrap)")
     elif kind == "bwrap of root" and not IS_ROOT:
         pytest.skip("these tests do not run as root")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.sandbox import SandboxBackendName
-from antiphon.errors import AntiphonError
+from antiphon.errors import AntiphonError, Unavailable
 from antiphon.paths import expand_home
 from antiphon.workspace import docker_launcher
 from antiphon.workspace.directory import FileReplacement, WorkspaceDirectory
@@ -66,12 +66,13 @@ _INIT_NAMES = ("docker-init", "podman-init", "tini", "catatonit")
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_.-]+")
 
 _PROOF_SCRIPT = """
-answer=$1
+name=$1
 shift
 for directory; do
-  read -r secret < "$directory/$answer" || secret=
-  if echo "$secret" > "$directory/$answer.answer"; then written=yes; else written=no; fi
-  echo "$directory $written $secret"
+  read -r secret < "$directory/$name" || secret=
+  if [ -w "$directory" ]; then access=rw; else access=ro; fi
+  if echo "$secret" > "$directory/$name.answer"; then answered=yes; else answered=no; fi
+  echo "$directory $access $answered $secret"
 done 2> /dev/null
 """
 
@@ -107,6 +108,7 @@ class Docker:
         self._preparing = asyncio.Lock()
         self._plans: dict[tuple[Mount, ...], ContainerPlan] = {}
         self._container_ids: dict[tuple[Mount, ...], str] = {}
+        self._unproven_targets: set[str] = set()  # own directories that were too full for a proof
         self._proven: dict[str, str] = {}  # since when each container has run whose directories are proven
 
     # --- the container ---
@@ -300,13 +302,15 @@ class Docker:
     async def _prove_directories(self, container_id: str, mounts: Sequence[Mount]) -> None:
         """Check that what is in our directories is seen inside, and what is written inside is seen here.
 
+        A directory on a full disk takes no file. Its number must be the same inside (`find_fault`).
+
         Raises:
             BackendFailed: the engine has mounted others, or its user may not write there.
         """
-        own = [mount for mount in mounts if mount.target in OWN_MOUNTS]
         name, secret = f".antiphon-{secrets.token_hex(8)}", secrets.token_hex(16)
-        await asyncio.to_thread(_write_proofs, own, name, secret)
+        own = [mount for mount in mounts if mount.target in OWN_MOUNTS]
         try:
+            written = await asyncio.to_thread(_write_proofs, own, name, secret)
             command = {
                 "Cmd": ["/bin/sh", "-c", _PROOF_SCRIPT, "sh", name, *(mount.target for mount in own)],
                 "User": self._user,
@@ -317,19 +321,20 @@ class Docker:
             await asyncio.to_thread(_remove_proofs, own, name)
         if status != 0:
             raise BackendFailed(*self.explain_failure(output))
-        lines = [line.split() for line in output.splitlines()]
+        facts = {words[0]: words[1:] for line in output.splitlines() if len(words := line.split()) > 1}
+        self._unproven_targets = {mount.target for mount in own} - written
         for mount in own:
-            if [mount.target, "yes" if mount.writable else "no", secret] in lines:
-                if not mount.writable or answers.get(mount.target) == secret:
-                    continue
-                raise self._build_directory_failure(f"what is written to {mount.target} is not here")
-            if [mount.target, "no", secret] in lines:
+            access, answered, *read = facts.get(mount.target, ["", "", ""])
+            if mount.target in written and read != [secret]:
+                raise self._build_directory_failure(f"{mount.target} is not {str(mount.path)!r}")
+            if mount.writable and access != "rw":
                 raise BackendFailed(
                     f"user {self._user} of the container cannot write to {str(mount.path)!r}",
                     f"give it the directory, for example with `chown -R {self._user} {mount.path}`, or set"
                     " 'sandbox.docker.user' to the owner",
                 )
-            raise self._build_directory_failure(f"{mount.target} is not {str(mount.path)!r}")
+            if mount.target in written and answered == "yes" and answers.get(mount.target) != secret:
+                raise self._build_directory_failure(f"what is written to {mount.target} is not here")
 
     def _build_directory_failure(self, reason: str) -> BackendFailed:
         return BackendFailed(
@@ -375,7 +380,8 @@ class Docker:
         """
         facts = read_attestation(attestation)
         is_same_system = facts.get(f"mount {WORKSPACE_MOUNT}") == mounts.get(WORKSPACE_MOUNT)
-        numbers = mounts if is_same_system else {n: v for n, v in mounts.items() if n not in OWN_MOUNTS}
+        proven = () if is_same_system else set(OWN_MOUNTS) - self._unproven_targets
+        numbers = {name: number for name, number in mounts.items() if name not in proven}
         if self._docker.network != "none":
             attestation = re.sub(r"^routes: \d+$", "routes: 1", attestation, flags=re.MULTILINE)
         return find_attestation_fault(attestation, numbers, gateway_is_root=False, init_names=_INIT_NAMES)
@@ -420,10 +426,17 @@ def _list_sources(mounts: Sequence[Mapping[str, str]]) -> set[tuple[str, str]]:
     return {(mount["Source"], mount.get("Target") or mount.get("Destination", "")) for mount in mounts}
 
 
-def _write_proofs(mounts: Sequence[Mount], name: str, secret: str) -> None:
+def _write_proofs(mounts: Sequence[Mount], name: str, secret: str) -> set[str]:
+    """Write a file into each directory. Returns the names of those that took it."""
+    written: set[str] = set()
     for mount in mounts:
-        with WorkspaceDirectory(mount.root, below=mount.below) as directory:
+        with (
+            suppress(Unavailable),  # its disk is full
+            WorkspaceDirectory(mount.root, below=mount.below) as directory,
+        ):
             directory.replace_files([FileReplacement(name, None, f"{secret}\n".encode())], MAX_PROOF_BYTES)
+            written.add(mount.target)
+    return written
 
 
 def _read_answers(mounts: Sequence[Mount], name: str) -> dict[str, str]:
