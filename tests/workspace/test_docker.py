@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import pytest
 
 from antiphon.errors import SandboxUnavailable
 from antiphon.workspace import docker_launcher
+from antiphon.workspace.keeper_client import CommandSpec, KeeperClient
 from antiphon.workspace.sandbox import Sandboxes
 from support.docker_daemon import IMAGE, DockerDaemon
-from support.keepers import find_marked
+from support.keepers import end_keeper, find_keeper, find_marked, wait_until_gone
 from support.privileges import open_way_to
 from support.sandboxes import CHILD, GROUP, MAIN, OTHER_GROUP, make_sandboxes, run, run_command
 
@@ -209,6 +211,60 @@ async def test_a_container_that_does_not_isolate_is_refused(engine: DockerDaemon
 
 def has_route() -> bool:
     return len(Path("/proc/net/route").read_text().splitlines()) > 1
+
+
+# --- commands of the keeper ---
+
+
+@pytest.fixture
+async def keeper(state: Path) -> AsyncIterator[KeeperClient]:
+    client = KeeperClient(state)
+    yield client
+    await client.close()
+    await asyncio.to_thread(end_keeper, state)
+
+
+async def start(keeper: KeeperClient, sandboxes: Sandboxes, script: str, timeout: float) -> None:
+    wrapped = await sandboxes.wrap(MAIN, ["/bin/sh", "-c", script], workdir=None, env={})
+    spec = CommandSpec(
+        argv=wrapped.argv,
+        cwd="/",
+        env=dict(wrapped.env),
+        files=wrapped.files,
+        kill_after_seconds=wrapped.kill_after_seconds,
+        timeout=timeout,
+    )
+    assert (await keeper.start("key", spec, wait_seconds=0)).state == "running"
+
+
+@pytest.mark.requirement("AT2")
+@pytest.mark.parametrize(
+    "script", ["trap '' TERM; setsid sleep {0} & sleep {0}; sleep {0}", "b() {{ b | b & }}; b; sleep {0}"]
+)
+@pytest.mark.parametrize("how", ["stop", "timeout", "keeper"])
+async def test_the_keeper_ends_whole_trees_in_containers(
+    engine: DockerDaemon, state: Path, keeper: KeeperClient, script: str, how: str
+) -> None:
+    marker = f"{os.getpid()}.{secrets.randbelow(10**9):09}"
+    sandboxes = make_containers(state, {"pidsLimit": 400})
+    filled = f": {marker}; touch begun; {script.format(marker)}"
+    await start(keeper, sandboxes, filled, timeout=4.0 if how == "timeout" else 600.0)
+    async with asyncio.timeout(30):
+        while not (state / "workspaces/main/begun").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    if how == "stop":
+        ended = await keeper.stop("key", "stop")
+        assert ended.stop_reason == "stop"
+    elif how == "timeout":
+        ended = await keeper.wait("key", 30)
+        assert ended.stop_reason == "timeout"
+    else:
+        process = find_keeper(state)
+        assert process is not None
+        process.kill()
+        assert (await keeper.wait("key", 0)).state == "lost"
+    await wait_until_gone(marker)
+    assert await run(sandboxes, MAIN, "echo works") == "works\n"
 
 
 # --- the proof of the directories ---

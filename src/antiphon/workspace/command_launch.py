@@ -207,6 +207,7 @@ class CommandLauncher:
             cwd="/",
             env=dict(wrapped.env),
             files=wrapped.files,
+            kill_after_seconds=wrapped.kill_after_seconds,
             proxy=None
             if wrapped.allowed_hosts is None
             else ProxySpec(argument=PROXY_PLACEHOLDER, allowed_hosts=wrapped.allowed_hosts),

@@ -370,7 +370,12 @@ class Docker:
             "argv": list(command),
         }
         launcher = [sys.executable, "-I", "-S", docker_launcher.__file__, ARGUMENTS_PLACEHOLDER]
-        return SandboxedCommand(launcher, {}, {ARGUMENTS_PLACEHOLDER: json.dumps(spec).encode()})
+        return SandboxedCommand(
+            launcher,
+            {},
+            {ARGUMENTS_PLACEHOLDER: json.dumps(spec).encode()},
+            kill_after_seconds=docker_launcher.STOP_SECONDS,
+        )
 
     def find_fault(self, attestation: str, mounts: Mapping[str, str]) -> str | None:
         """Return what the attestation shows to be wrong, or None if the container is isolated.

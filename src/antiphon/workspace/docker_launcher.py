@@ -26,8 +26,9 @@ from typing import Any
 REFUSED_STATUS = 125
 KILL_AFTER_SECONDS = 0.3  # from SIGTERM on
 KILL_CONTAINER_AFTER_SECONDS = 0.9  # from the kill of the command on
-GIVE_UP_SECONDS = 3.0  # from the kill of the container on, or from the end of the output on
+GIVE_UP_SECONDS = 1.5  # from the kill of the container on, or from the end of the output on
 PARENT_POLL_SECONDS = 0.5
+STOP_SECONDS = 3.0  # within which it ends after SIGTERM
 ABSENT_POLL_SECONDS = 0.5
 REQUEST_TIMEOUT_SECONDS = 30.0
 CHUNK_BYTES = 65536

@@ -50,6 +50,8 @@ class CommandSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     files: Mapping[str, bytes] = {}
     """Contents that the command reads from descriptors; in `argv`, a name stands for the number of its descriptor."""
     proxy: ProxySpec | None = None
+    kill_after_seconds: float | None = None
+    """From SIGTERM to SIGKILL; None for the keeper's own time."""
     keep_seconds: float = 1800.0
     """How long the output is kept after the end."""
 

@@ -197,7 +197,8 @@ class RunningCommand:
             self.stop_reason = reason
         self._signal_tree(signal.SIGTERM)
         loop = asyncio.get_running_loop()
-        self._timers.append(loop.call_later(TERMINATE_GRACE_SECONDS, self._kill))
+        seconds = self._spec.get("killAfterSeconds") or TERMINATE_GRACE_SECONDS
+        self._timers.append(loop.call_later(seconds, self._kill))
 
     def _kill(self) -> None:
         self._signal_tree(
