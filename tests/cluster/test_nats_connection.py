@@ -230,7 +230,7 @@ async def test_credentials_from_a_file(tmp_path: Path) -> None:
     }
     limits = {"subs": -1, "data": -1, "payload": -1}
     with nats_server(**settings) as server:
-        for issuer, told in ((account, ""), (stranger, "does not accept our credentials")):
+        for issuer, told in ((account, ""), (stranger, "does not accept the credentials")):
             jwt = token(issuer, public(user), "replica", {"type": "user", "version": 2, **limits})
             file = tmp_path / "replica.creds"
             file.write_text(

@@ -1,4 +1,4 @@
-"""The backend `bwrap` of a gateway that runs as root and of one that does not; see also `test_isolation`."""
+"""The backend `bwrap` of a gateway that runs as root and of one that does not; see also `test_sandbox_isolation`."""
 
 from __future__ import annotations
 

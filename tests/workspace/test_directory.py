@@ -127,7 +127,7 @@ def test_paths_and_links_that_lead_outside_are_refused(workspace: WorkspaceDirec
 
 
 def test_a_file_with_another_name_outside_is_replaced_and_not_written(workspace: WorkspaceDirectory) -> None:
-    """Only somebody who has both directories can give it that name; a sandbox cannot (`test_isolation`)."""
+    """Only somebody who has both directories can give it that name; a sandbox cannot (`test_sandbox_isolation`)."""
     (workspace.root / "inside").hardlink_to(workspace.root.parent / "secret")
     sha256 = workspace.find_sha256("inside", MAX_BYTES)
     write(workspace, "inside", b"x", sha256)

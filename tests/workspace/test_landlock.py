@@ -1,4 +1,4 @@
-"""The backend `landlock`, and that it is used only where the configuration allows it; see also `test_isolation`."""
+"""The backend `landlock`, and that it is used only where the configuration allows it (`test_sandbox_isolation`)."""
 
 from __future__ import annotations
 
