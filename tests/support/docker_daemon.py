@@ -115,6 +115,11 @@ class DockerDaemon:
             self.start()  # what it left running ends with it
         self.stop()
         self._http.close()
+        for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
+            if (mounted := line.split()[4]).startswith(
+                f"{self._base}/"
+            ):  # an engine leaves its own namespaces
+                subprocess.run(["/bin/umount", "-l", mounted], check=False, capture_output=True)
 
     def request(self, method: str, path: str, **options: Any) -> Any:
         """Return the answer to a request; None if it is not JSON."""
