@@ -99,6 +99,9 @@ async def test_a_conversation_with_every_agent_of_a_configuration(
     program = Program(tmp_path, tmp_path_factory.getbasetemp().parent / "antiphon-bytecode")
     async with Provider().running() as provider:
         prepared = _prepare(program, text, provider.url)
+        own_sandbox: Json = prepared.written.get("agents", {}).get("defaults", {}).get("sandbox", {})
+        if own_sandbox.get("backend") == "docker":
+            has_sandbox = await _has_containers(tmp_path, own_sandbox)
         with _up(prepared) as gateway:
             site = Site(gateway.url, _owner_secret(prepared))
             async with Client(_always(site)) as client:
@@ -109,8 +112,23 @@ async def test_a_conversation_with_every_agent_of_a_configuration(
                 await _use_the_clock(client, provider, prepared.written)
                 await _use_the_hook(client, gateway, provider, prepared)
             assert gateway.stop() == 0
-    log = prepared.program.state / "antiphon.log"
-    assert not log.exists() or log.read_text("utf-8") == ""
+    assert _list_unexpected_lines(prepared.program.state / "antiphon.log") == []
+
+
+async def _has_containers(state: Path, settings: Json) -> bool:
+    status = await make_sandboxes(state / "sandboxes", **settings).find_status("main")
+    return status.backend is not None
+
+
+def _list_unexpected_lines(log: Path) -> list[str]:
+    """The lines of a log, but for what this machine lacks: MCP servers of examples, and a sandbox."""
+    lines = log.read_text("utf-8").splitlines() if log.exists() else []
+    return [
+        line
+        for line in lines
+        if (entry := json.loads(line))["logger"] != "antiphon.mcp.server_actor"
+        and not entry["event"].startswith("No commands for ")
+    ]
 
 
 # --- fitting a file to this machine ---
@@ -213,8 +231,8 @@ def _seats(prepared: Prepared) -> Iterator[Seat]:
     providers: Json = written["models"]["providers"]
     first = next(f"{name}/{provider['models'][0]['id']}" for name, provider in providers.items())
     for agent in _agents(written):
-        if agent in _functions(written):
-            continue
+        if agent in _functions(written) or agent.get("runtime", {}).get("type") == "acp":
+            continue  # a program, such as Codex, that is not on this machine
         choice = agent.get("model") or written.get("agents", {}).get("defaults", {}).get("model") or first
         name, _, model_id = (choice if isinstance(choice, str) else choice["primary"]).partition("/")
         provider: Json = providers[name]

@@ -31,7 +31,8 @@ CANARY = FIRST_HALF + SECOND_HALF
 SEARCH = f"""
 canary={FIRST_HALF}; canary="$canary"{SECOND_HALF}
 env | grep -c $canary
-cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline /proc/[0-9]*/mountinfo 2> /dev/null | grep -ac $canary
+cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline /proc/[0-9]*/mountinfo > /tmp/seen 2> /dev/null
+grep -ac $canary /tmp/seen
 for process in /proc/[0-9]*; do ls -l $process/cwd $process/exe $process/fd; done 2> /dev/null | grep -c $canary
 for name in $(ls -A / | grep -vE '^(proc|sys|usr|bin|lib.*|sbin)$'); do
   grep -ras $canary /$name 2> /dev/null

@@ -186,7 +186,7 @@ def test_nothing_outlives_its_command(launch: Launch, marker: str) -> None:
     process = launch(f"(trap '' TERM; setsid sleep {marker}) & setsid env -i sleep {marker} & echo started")
     assert read_all(process) == "started\n"
     assert process.returncode == 0
-    assert not find_marked(f"sleep {marker}")
+    wait_until_gone(f"sleep {marker}", time.monotonic())
 
 
 @pytest.mark.requirement("AT2")

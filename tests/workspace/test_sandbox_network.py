@@ -158,6 +158,11 @@ async def test_only_listed_hosts_are_reached_and_only_through_the_proxy(run: Run
         assert output == "looked\n"
 
 
+def read_ignored_signals() -> int:
+    """The signals that the tests ignore themselves, for example because `nohup` runs them."""
+    return int(Path("/proc/self/status").read_text().partition("SigIgn:")[2].split()[0], 16)
+
+
 async def test_what_opened_the_proxy_leaves_nothing_inside(run: Run) -> None:
     script = (
         "ls /proc/self/fd | tr '\\n' ' '; echo; cat /proc/[0-9]*/comm | sort -u | tr '\\n' ' '; echo;"
@@ -170,7 +175,9 @@ async def test_what_opened_the_proxy_leaves_nothing_inside(run: Run) -> None:
     assert set(processes.split()) <= {"bwrap", "sh", "cat", "sort", "tr"}
     assert sorted(line.split()[0] for line in status_lines) == ["CapEff:", "NoNewPrivs:", "SigIgn:"]
     values = {int(line.split()[1], 16) for line in status_lines if not line.startswith("NoNewPrivs")}
-    assert values == {0}, "a capability or an ignored signal is left"
+    assert {value & ~read_ignored_signals() for value in values} == {0}, (
+        "a capability or an ignored signal is left"
+    )
 
 
 async def test_a_sandbox_cannot_use_the_proxy_of_another(run: Run, tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 Not masked: stored text, prompts, transcripts shown to people, exports and logs. A mask in a prompt could end up in a
 file that the model writes. Secrets are recognized by their name or shape, so some may be missed.
 
-Every pattern takes linear time: its repetitions are possessive and stop where the next match could begin. Only private
-keys span several lines.
+Every pattern takes linear time: its repetitions stop where the next match could begin, and are possessive or at the
+end, where nothing makes them go back. Repeated groups are not possessive, since Python before 3.11.5 matches them
+wrongly. Only private keys span several lines.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SECRET_NAME_PATTERN = (
 )
 # A backslash before a quote or line break belongs to the surrounding text, such as a shell line inside JSON.
 _VALUE_PATTERN = (
-    r"""(?:"(?P<double>[^"\n]++)|'(?P<single>[^'\n]++)|(?P<plain>(?:[^\s"'`\\]|\\(?![nrt"']))++))"""
+    r"""(?:"(?P<double>[^"\n]++)|'(?P<single>[^'\n]++)|(?P<plain>(?:[^\s"'`\\]|\\(?![nrt"']))+))"""
 )
 _PREFIXED_TOKEN_PATTERN = (
     r"sk-[A-Za-z0-9_-]{8,}+|ghp_[A-Za-z0-9]{10,}+|github_pat_[A-Za-z0-9_]{10,}+|xox[baprs]-[A-Za-z0-9-]{8,}+"  # noqa: S105
@@ -36,9 +37,9 @@ _PREFIXED_TOKEN_PATTERN = (
 _PEM_LABEL_PATTERN = r"[A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
 _PRIVATE_KEY_PATTERN = (
     rf"(?P<first>-----BEGIN {_PEM_LABEL_PATTERN})"
-    rf"(?:(?P<body>(?:[^-]|-(?!----))*+)(?P<last>-----END {_PEM_LABEL_PATTERN})"
+    rf"(?:(?P<body>(?:[^-]|-(?!----))*)(?P<last>-----END {_PEM_LABEL_PATTERN})"
     # A truncated key: everything that looks like its lines.
-    r"|(?P<rest>(?:(?:\s|\\[nr])*+[A-Za-z0-9+/=]{16,}+)++(?:(?:\s|\\[nr])*+[A-Za-z0-9+/=]++(?=\s*$))?))"
+    r"|(?P<rest>(?:(?:\s|\\[nr])*[A-Za-z0-9+/=]{16,}+)+(?:(?:\s|\\[nr])*[A-Za-z0-9+/=]++(?=\s*$))?))"
 )
 _QUOTE_PATTERN = re.compile(r"""["'\\]""")
 _MASKED_PATTERN = re.compile(r"[*…]+|.{6}….{4}", re.DOTALL)
@@ -66,12 +67,12 @@ _SECRET_SHAPES = (
     SecretShape(
         _NAME_HINTS,
         rf"""(?P<mark>["']){_SECRET_NAME_PATTERN}(?P=mark)[ \t]{{0,8}}:[ \t]{{0,8}}"""
-        r"""(?P<quote>["'])(?P<plain>(?:(?!(?P=quote))[^\\\n]|\\.)++)""",
+        r"""(?P<quote>["'])(?P<plain>(?:(?!(?P=quote))[^\\\n]|\\.)+)""",
     ),
     # JSON inside a JSON string.
     SecretShape(
         _NAME_HINTS,
-        rf"""\\"{_SECRET_NAME_PATTERN}\\"[ \t]{{0,8}}:[ \t]{{0,8}}\\"(?P<plain>(?:[^"\\\n]|\\[^"\n])++)""",
+        rf"""\\"{_SECRET_NAME_PATTERN}\\"[ \t]{{0,8}}:[ \t]{{0,8}}\\"(?P<plain>(?:[^"\\\n]|\\[^"\n])+)""",
     ),
     SecretShape(_NAME_HINTS, rf"--{_SECRET_NAME_PATTERN}[ \t]{{1,8}}(?!-){_VALUE_PATTERN}"),
     SecretShape(
