@@ -61,7 +61,7 @@ _STOP_REASONS: dict[object, StopReason] = {
 }
 
 
-class PreparedProgram(Protocol):
+class LaunchableProgram(Protocol):
     """How the program of a session is started (`workspace.agent_programs`)."""
 
     @property
@@ -76,7 +76,7 @@ class PreparedProgram(Protocol):
     def close(self) -> Callable[[], None]: ...
 
 
-PrepareProgram = Callable[[Caller], Awaitable[PreparedProgram]]
+PrepareProgram = Callable[[Caller], Awaitable[LaunchableProgram]]
 
 
 class AgentSession:
@@ -92,7 +92,7 @@ class AgentSession:
         self._agent = agent
         self._config = agent.runtime.acp
         self._owner = owner
-        self._prepared: PreparedProgram | None = None
+        self._prepared: LaunchableProgram | None = None
         self._settling: asyncio.Task[None] | None = None
         self._instructions = ""
         self._recorder: TurnRecorder | None = None
