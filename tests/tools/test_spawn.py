@@ -271,7 +271,9 @@ async def refuses(
     tmp_path: Path, sections: dict[str, Any], arguments: dict[str, Any], code: str, reason: str | None = None
 ) -> dict[str, Any]:
     """The tool says no, and neither the store nor the disk has changed."""
-    async with open_agents_fixture(make_agents_config("helper", **sections), tmp_path) as agents:
+    unmirrored = {"transcripts": {"mirror": False}}  # the mirror writes files in the background
+    config = make_agents_config("helper", session=unmirrored, **sections)
+    async with open_agents_fixture(config, tmp_path) as agents:
         await agents.open_sessions(MAIN)
         before, files = dump_database(tmp_path / DATABASE), files_below(tmp_path)
         said = await agents.use("sessions_spawn", **arguments)
