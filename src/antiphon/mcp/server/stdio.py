@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import os
 import re
-import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent import futures
 from contextlib import suppress
 from typing import Any, cast
 from urllib.parse import quote
@@ -23,8 +20,9 @@ from urllib.parse import quote
 import httpx2
 import msgspec
 
-from antiphon.errors import AntiphonError, TooLarge, Unavailable
+from antiphon.errors import AntiphonError, Unavailable
 from antiphon.mcp.server import SESSION_KEY_HEADER
+from antiphon.standard_streams import LineWriter, read_lines
 
 MAX_LINE_BYTES = 8 * 2**20  # of one message; the gateway accepts no larger ones
 MAX_OPEN_REQUESTS = 100
@@ -32,7 +30,6 @@ EOF_GRACE_SECONDS = 5.0  # for requests to be answered after the end of the inpu
 CONNECT_TIMEOUT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0  # after which a gateway counts as gone; it sends something every 15 s
 KEEPALIVE_SECONDS = 3.0  # for idle connections; the gateway closes them after 5
-READ_CHUNK_BYTES = 65536
 
 PARSE_ERROR_CODE, INVALID_REQUEST_CODE, INTERNAL_ERROR_CODE = -32700, -32600, -32603
 VERSION_META_KEY = "io.modelcontextprotocol/protocolVersion"
@@ -76,8 +73,7 @@ class StdioBridge:
         self._endpoints: Sequence[Endpoint] = ()
         self._identity = {} if session_key is None else {SESSION_KEY_HEADER: quote(session_key, safe=":@")}
         self._report = report
-        self._input_fd, self._output_fd = input_fd, output_fd
-        self._output_lock = asyncio.Lock()
+        self._input_fd, self._output = input_fd, LineWriter(output_fd)
         self._negotiated_version: str | None = None
         self._requests: dict[RequestId, asyncio.Task[None]] = {}
         self._http: httpx2.AsyncClient
@@ -94,7 +90,7 @@ class StdioBridge:
             trust_env=False,
         ) as self._http:
             try:
-                async for line in _read_lines(self._input_fd):
+                async for line in read_lines(self._input_fd, MAX_LINE_BYTES):
                     await self._receive(line)
                 if self._requests:
                     await asyncio.wait(self._requests.values(), timeout=EOF_GRACE_SECONDS)
@@ -239,9 +235,8 @@ class StdioBridge:
         )
 
     async def _write(self, message: bytes) -> None:
-        async with self._output_lock:
-            with suppress(BrokenPipeError):  # the client is gone; the end of its input follows
-                await asyncio.to_thread(_write_all, self._output_fd, message + b"\n")
+        with suppress(BrokenPipeError):  # the client is gone; the end of its input follows
+            await self._output.write(message)
 
 
 def _build_lost_error(reason: object) -> Unavailable:
@@ -270,47 +265,3 @@ def _encode_header(value: str) -> str:
     if _PLAIN_HEADER_PATTERN.fullmatch(value):
         return value
     return f"=?base64?{base64.b64encode(value.encode(errors='replace')).decode()}?="
-
-
-async def _read_lines(fd: int) -> AsyncGenerator[bytes]:
-    """Yield lines until the end of the file, whatever kind of file it is.
-
-    Raises:
-        TooLarge: a line is longer than `MAX_LINE_BYTES`.
-    """
-    loop = asyncio.get_running_loop()
-    lines: asyncio.Queue[bytes | None] = asyncio.Queue(1)
-
-    def pass_on(line: bytes | None) -> None:
-        adding = lines.put(line)
-        try:
-            asyncio.run_coroutine_threadsafe(adding, loop).result()
-        except RuntimeError:  # the loop is closed
-            adding.close()
-            raise
-
-    def read() -> None:
-        begun = bytearray()
-        with suppress(RuntimeError, futures.CancelledError, OSError):  # the loop or the file is closed
-            while len(begun) <= MAX_LINE_BYTES and (chunk := os.read(fd, READ_CHUNK_BYTES)):
-                *ends, rest = chunk.split(b"\n")
-                for end in ends:
-                    pass_on(bytes(begun) + end)
-                    begun.clear()
-                begun += rest
-            pass_on(bytes(begun) if begun else None)
-            pass_on(None)
-
-    # A daemon thread without Python's buffers: the process can end while it waits for input.
-    threading.Thread(target=read, name="stdin", daemon=True).start()
-    while (line := await lines.get()) is not None:
-        if len(line) > MAX_LINE_BYTES:
-            raise TooLarge(
-                f"A message has more than {MAX_LINE_BYTES} bytes.", "Send less at once.", max=MAX_LINE_BYTES
-            )
-        yield line
-
-
-def _write_all(fd: int, content: bytes) -> None:
-    while content:
-        content = content[os.write(fd, content) :]
