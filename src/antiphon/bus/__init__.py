@@ -81,7 +81,10 @@ class RunChanged(_Event, tag="run", frozen=True):
 
 
 class Delta(_Event, tag="delta", frozen=True):
-    """Text streamed by a step since its last delta; `restart` discards what the step has streamed so far."""
+    """Text streamed by a step since its last delta; `restart` discards what the step has streamed so far.
+
+    A gateway's clients get thinking in deltas of its own, which have no number.
+    """
 
     session_key: str
     run_id: str

@@ -35,6 +35,7 @@ COMMAND_MODULES = {
     "deliveries": ("antiphon.cli.deliveries", "List deliveries to people; retry failed ones."),
     "approvals": ("antiphon.cli.approvals", "List tool calls that wait for you; allow or deny them."),
     "mcp": ("antiphon.cli.mcp", "Use tools of MCP servers, and offer sessions to MCP clients."),
+    "acp": ("antiphon.cli.acp.command", "Offer agents to editors that speak the Agent Client Protocol."),
     "sandbox": ("antiphon.cli.sandbox", "Show what isolates commands; list and remove directories."),
     "cron": ("antiphon.cli.cron", "Manage scheduled jobs."),
     "tokens": ("antiphon.cli.tokens", "List, issue and revoke access tokens."),

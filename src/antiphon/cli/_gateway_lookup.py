@@ -70,14 +70,17 @@ def find_mcp_endpoints(settings: Settings) -> list[Endpoint]:
     """
     from antiphon.mcp.server.stdio import Endpoint
 
-    state_dir = settings.paths.state_dir
     sites = find_named_gateways(settings) or [site for site in [find_gateway(settings)] if site]
     if not sites:
-        raise Unavailable(
-            f"No gateway is running in {str(state_dir)!r}.",
-            "Start one with `antiphon up`, or name one with --url.",
-        )
+        raise build_not_running_error(settings)
     return [Endpoint(f"http{site.url.removeprefix('ws').rstrip('/')}/mcp", site.secret) for site in sites]
+
+
+def build_not_running_error(settings: Settings) -> Unavailable:
+    return Unavailable(
+        f"No gateway is running in {str(settings.paths.state_dir)!r}.",
+        "Start one with `antiphon up`, or name one with --url.",
+    )
 
 
 def find_local_gateways(state_dir: Path) -> Iterator[DiscoveryRecord]:

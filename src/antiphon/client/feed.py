@@ -206,5 +206,7 @@ def _parse_agent_event(payload: Json) -> Event | None:
                 phase=str(phase),
                 is_error=bool(data.get("isError")),
             )
+        case "thinking", _:
+            return Delta(session_key=key, run_id=run_id, number=0, thinking=data.get("delta") or "")
         case _:
             return None

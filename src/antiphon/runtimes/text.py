@@ -98,3 +98,11 @@ class SurrogateRepairer:
         self._holds_half = False
         if self._decoder is not None:
             self._decoder.reset()
+
+
+def cut_middle(text: str, most: int) -> str:
+    """Return a text of at most about `most` characters, without its middle."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"

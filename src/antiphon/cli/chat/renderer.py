@@ -173,7 +173,7 @@ class ChatRenderer:
             self.show_run_end(event.run_id, event.state, event.reply, event.error)
 
     def _show_delta(self, event: Delta) -> None:
-        if event.run_id not in self._own_run_ids or not self._streams:
+        if event.run_id not in self._own_run_ids or not self._streams or event.number == 0:
             return
         if event.run_id != self._current_run_id:
             self._begin_run(event.run_id)
@@ -189,7 +189,7 @@ class ChatRenderer:
             self._begin_step()
         if event.text and not self._has_missed_delta:
             self._withheld_text += event.text
-            if self._streamed_text or not _may_be_control_token(self._withheld_text):
+            if self._streamed_text or not may_be_control_token(self._withheld_text):
                 self._streamed_text += self._withheld_text
                 self._append_text(self._withheld_text)
                 self._withheld_text = ""
@@ -323,7 +323,8 @@ def _is_hidden(event: MessageAppended, body: dict[str, Any]) -> bool:
     return event.internal or speakers.is_internal_step(body)
 
 
-def _may_be_control_token(text: str) -> bool:
+def may_be_control_token(text: str) -> bool:
+    """Whether a text is a reply by which an agent says nothing, or its beginning."""
     begun = text.strip(TOKEN_WRAPPING_CHARACTERS)
     return any(token.startswith(begun) for token in SILENT_REPLIES)
 

@@ -25,7 +25,7 @@ from antiphon.messages import (
     ToolResult,
 )
 from antiphon.runtimes import Deltas
-from antiphon.runtimes.text import repair_surrogates, sanitize_answer
+from antiphon.runtimes.text import cut_middle, repair_surrogates, sanitize_answer
 from antiphon.runtimes.tool_calls import make_storable_id
 from antiphon.runtimes.turns import TurnHost
 
@@ -131,14 +131,6 @@ def render_diff(path: str, old: str, new: str) -> str:
     name = clean_text(path, MAX_TITLE_CHARACTERS)
     lines = difflib.unified_diff(old.splitlines(), new.splitlines(), name, name, lineterm="", n=2)
     return "\n".join(lines)
-
-
-def cut_middle(text: str, most: int) -> str:
-    """Return a text of at most about `most` characters, without its middle."""
-    if len(text) <= most:
-        return text
-    half = most // 2
-    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
 
 
 class _Piece:

@@ -1,0 +1,1 @@
+"""`antiphon acp`: agents of a running gateway as an ACP agent, for editors."""

@@ -1,0 +1,104 @@
+"""Turns the blocks of an editor's prompt into a message.
+
+Text stays as it is. A resource becomes a link where it stands, and its text follows the message as data, in a fence
+that the text cannot close. Images become attachments. What an agent cannot read is refused, never left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from antiphon.errors import InvalidInput
+
+Json: TypeAlias = dict[str, Any]
+
+MAX_RESOURCE_NAME_CHARACTERS = 200
+_BACKTICKS_PATTERN = re.compile(r"`+")
+_UNSAFE_IN_LINK_PATTERN = re.compile(r"[\x00-\x20\x7f\[\]()<>\\`]+")
+
+
+class EditorPrompt(msgspec.Struct, frozen=True):
+    text: str
+    attachments: list[Json]
+    """As `chat.send` takes them."""
+    is_plain_text: bool
+    """Whether the editor sent one block of text, which may be a slash command."""
+
+
+def translate_prompt(blocks: Sequence[object]) -> EditorPrompt:
+    """Return the message that a prompt is.
+
+    Raises:
+        InvalidInput: it has nothing to send, or a block that an agent cannot read.
+    """
+    pieces: list[str] = []
+    resources: list[str] = []
+    attachments: list[Json] = []
+    for block in blocks:
+        match block:
+            case {"type": "text", "text": str(text)}:
+                pieces.append(text)
+            case {"type": "image", "data": str(data), "mimeType": str(mime_type)}:
+                attachments.append(_build_attachment(data, mime_type))
+            case {"type": "resource_link", "uri": str(uri), "title": str(name)} | {
+                "type": "resource_link",
+                "uri": str(uri),
+                "name": str(name),
+            }:
+                pieces.append(_format_link(uri, name))
+            case {"type": "resource_link", "uri": str(uri)}:
+                pieces.append(_format_link(uri, ""))
+            case {"type": "resource", "resource": {"uri": str(uri), "text": str(text)}}:
+                pieces.append(_format_link(uri, ""))
+                resources.append(_format_resource(uri, text))
+            case {
+                "type": "resource",
+                "resource": {"uri": str(uri), "blob": str(blob), "mimeType": str(kind)},
+            } if kind.startswith("image/"):
+                pieces.append(_format_link(uri, ""))
+                attachments.append(_build_attachment(blob, kind))
+            case _:
+                raise _build_refusal(block)
+    text = "\n\n".join(filter(str.strip, ["".join(pieces), *resources]))
+    if not text and not attachments:
+        raise InvalidInput("The prompt is empty.", "Send text or an image.", field="prompt")
+    is_plain_text = len(blocks) == 1 and bool(pieces) and not resources
+    return EditorPrompt(text, attachments, is_plain_text)
+
+
+def _build_refusal(block: object) -> InvalidInput:
+    match block:
+        case {"type": "resource", "resource": {"uri": str(uri)}}:
+            what = f"The content of {uri[:MAX_RESOURCE_NAME_CHARACTERS]!r} is neither text nor an image."
+        case {"type": str(kind)}:
+            what = f"A prompt cannot contain this block of type {kind!r}."
+        case _:
+            what = "A block of the prompt has no type."
+    return InvalidInput(what, "Send text, images, text files or links.", field="prompt")
+
+
+def _build_attachment(data: str, mime_type: str) -> Json:
+    return {"type": "image", "mimeType": mime_type, "content": data}
+
+
+def _format_link(uri: str, name: str) -> str:
+    """Return a link in Markdown; without a name, with the last part of the address."""
+    given = name.strip() or uri.rstrip("/").rpartition("/")[2] or uri
+    label = _UNSAFE_IN_LINK_PATTERN.sub(" ", given)[:MAX_RESOURCE_NAME_CHARACTERS].strip() or "resource"
+    return f"[@{label}]({_UNSAFE_IN_LINK_PATTERN.sub(_percent_encode, uri)})"
+
+
+def _percent_encode(match: re.Match[str]) -> str:
+    return "".join(f"%{ord(character):02X}" for character in match[0])
+
+
+def _format_resource(uri: str, text: str) -> str:
+    longest = max((len(found) for found in _BACKTICKS_PATTERN.findall(text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    name = _UNSAFE_IN_LINK_PATTERN.sub(_percent_encode, uri)
+    end = "" if text.endswith("\n") else "\n"
+    return f"Content of {name}, attached as data:\n{fence}\n{text}{end}{fence}"
