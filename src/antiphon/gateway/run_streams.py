@@ -212,7 +212,9 @@ class RunStreams:
         if not run.unsent and not run.unsent_thinking:
             return
         if run.unsent_thinking:
-            self._send_agent_event(run, "thinking", {"delta": "".join(run.unsent_thinking)}, droppable=True)
+            readers = [each for each in self._connections.readers if each not in run.skipped_readers]
+            thinking = {"delta": "".join(run.unsent_thinking)}
+            self._send_agent_event(run, "thinking", thinking, to=readers, droppable=True)
             run.unsent_thinking.clear()
         if run.unsent:
             self._send_chat_deltas(run, "".join(run.unsent))

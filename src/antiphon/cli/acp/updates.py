@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, cast
 import msgspec
 
 from antiphon.bus import ToolPhase
-from antiphon.cli._output import format_tool_calls
+from antiphon.cli._output import clean_line, format_tool_calls
 from antiphon.operations.types import ApprovalView
 from antiphon.runtimes.text import cut_middle
 
@@ -16,8 +16,9 @@ Json: TypeAlias = dict[str, Any]
 ChunkKind = Literal["user_message_chunk", "agent_message_chunk", "agent_thought_chunk"]
 
 MAX_RESULT_CHARACTERS = 20_000  # of a tool's result, its beginning and its end
-MAX_TITLE_CHARACTERS = 200  # of a call that waits for a person, whose content is the whole call
-COMMAND_TOOL = "exec"
+MAX_TITLE_CHARACTERS = (
+    200  # of a call; its arguments, or the content of one that waits for a person, are whole
+)
 MAX_ARGUMENT_BYTES = 16 * 1024  # of a tool's arguments; longer ones are only in the title, cut
 _TOOL_KINDS = frozenset(
     {"read", "edit", "delete", "move", "search", "execute", "think", "fetch", "switch_mode"}
@@ -60,12 +61,29 @@ def get_call_id(run_id: str | None, call_id: object) -> str:
 
 def describe_call(block: Mapping[str, Any]) -> Json:
     """Return the fields of an update that say what is called."""
-    [title] = format_tool_calls({"content": [dict(block)]})
     arguments = block.get("arguments")
-    fields: Json = {"title": title, "kind": get_tool_kind(str(block.get("name")))}
+    fields: Json = {"title": _format_title(block), "kind": get_tool_kind(str(block.get("name")))}
     if len(msgspec.json.encode(arguments)) <= MAX_ARGUMENT_BYTES:
         fields["rawInput"] = arguments
     return fields
+
+
+def _format_title(block: Mapping[str, Any]) -> str:
+    match block:
+        case {"name": "exec", "arguments": {"command": str(command)}}:
+            title = command
+        case {"arguments": {"title": str(title)}}:  # of a program that is the agent
+            pass
+        case {"name": str(name), "arguments": {"path": str(target)} | {"url": str(target)}}:
+            title = f"{name} {target}"
+        case _:
+            [title] = format_tool_calls({"content": [dict(block)]})
+    return _clip_title(title)
+
+
+def _clip_title(title: str) -> str:
+    line = clean_line(title)
+    return line if len(line) <= MAX_TITLE_CHARACTERS else f"{line[: MAX_TITLE_CHARACTERS - 1]}…"
 
 
 def describe_result(entry: Mapping[str, Any]) -> Json:
@@ -90,11 +108,10 @@ def describe_phase(event: ToolPhase) -> Json:
 
 def describe_waiting_call(approval: ApprovalView, call_id: str | None) -> Json:
     """Return the call that a person is asked about. One that the editor does not know yet gets an id of its own."""
-    first_line = approval.text.partition("\n")[0]
-    title = first_line if approval.tool == COMMAND_TOOL else f"{approval.tool} {first_line}"
+    call = approval.text if approval.tool == "exec" else f"{approval.tool} {approval.text}"
     return {
         "toolCallId": call_id or f"approval:{approval.id}",
-        "title": title if len(title) <= MAX_TITLE_CHARACTERS else f"{title[: MAX_TITLE_CHARACTERS - 1]}…",
+        "title": _clip_title(" ".join(call.split())),
         "kind": get_tool_kind(approval.tool.rpartition(":")[2]),
         "status": "pending",
         "content": build_tool_content(approval.text),
