@@ -359,7 +359,7 @@ async def test_a_call_waits_for_the_editor_over_a_kill_of_the_gateway(program: P
 @pytest.mark.requirement("W7")
 def test_without_a_gateway_the_error_says_how_to_start_it(program: Program) -> None:
     program.configure({})
-    new = {"jsonrpc": "2.0", "id": 1, "method": "session/new", "params": {"cwd": "/", "mcpServers": []}}
+    new = {"jsonrpc": "2.0", "id": 1, "method": "session/new", "params": {"cwd": "/"}}
     done = program.run("acp", stdin=f"{json.dumps(INITIALIZE)}\n{json.dumps(new)}\n")
     answers = [json.loads(line) for line in done.out.splitlines()]
     assert {answer["id"] for answer in answers} == {0, 1}

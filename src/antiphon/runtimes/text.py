@@ -8,6 +8,7 @@ piece, or never. Their token counts fit a column.
 from __future__ import annotations
 
 import codecs
+import json
 from typing import Any, cast
 
 import msgspec
@@ -106,3 +107,16 @@ def cut_middle(text: str, most: int) -> str:
         return text
     half = most // 2
     return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+
+
+def decode_foreign_json(data: bytes) -> object:
+    """Return a JSON value, also one with halves of surrogate pairs, which some programs send.
+
+    Raises:
+        ValueError, RecursionError: it is not JSON, or nested too deeply.
+    """
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        text = json.dumps(json.loads(data), ensure_ascii=False)
+        return msgspec.json.decode(repair_surrogates(text))

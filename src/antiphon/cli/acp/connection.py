@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 import msgspec
 
 from antiphon.errors import AntiphonError, InvalidInput, NotFound
+from antiphon.runtimes.text import decode_foreign_json
 from antiphon.standard_streams import LineWriter, read_lines
 
 log = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ class EditorConnection:
 
     async def _receive(self, line: bytes) -> None:
         try:
-            message = msgspec.json.decode(line)
+            message = decode_foreign_json(line)
         except (ValueError, RecursionError):
             await self._write_error(None, PARSE_ERROR_CODE, "The line is not JSON.")
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias
+from urllib.parse import quote
 
 import msgspec
 
@@ -18,7 +19,7 @@ Json: TypeAlias = dict[str, Any]
 
 MAX_RESOURCE_NAME_CHARACTERS = 200
 _BACKTICKS_PATTERN = re.compile(r"`+")
-_UNSAFE_IN_LINK_PATTERN = re.compile(r"[\x00-\x20\x7f\[\]()<>\\`]+")
+_UNSAFE_IN_LINK_PATTERN = re.compile(r"[\s\x00-\x1f\x7f\[\]()<>\\`]+")
 
 
 class EditorPrompt(msgspec.Struct, frozen=True):
@@ -93,7 +94,7 @@ def _format_link(uri: str, name: str) -> str:
 
 
 def _percent_encode(match: re.Match[str]) -> str:
-    return "".join(f"%{ord(character):02X}" for character in match[0])
+    return quote(match[0], safe="")
 
 
 def _format_resource(uri: str, text: str) -> str:

@@ -77,7 +77,7 @@ def _format_title(block: Mapping[str, Any]) -> str:
         case {"name": str(name), "arguments": {"path": str(target)} | {"url": str(target)}}:
             title = f"{name} {target}"
         case _:
-            [title] = format_tool_calls({"content": [dict(block)]})
+            [title] = format_tool_calls({"content": [{**block, "type": "toolCall"}]})
     return _clip_title(title)
 
 

@@ -31,7 +31,7 @@ from antiphon.child_processes.pipes import (
 from antiphon.child_processes.processes import ChildCommand, ChildProcess, ChildProcesses
 from antiphon.child_processes.text import clean_text
 from antiphon.errors import AgentProgramFailed, Unavailable
-from antiphon.runtimes.text import repair_surrogates
+from antiphon.runtimes.text import decode_foreign_json
 
 log = logging.getLogger(__name__)
 
@@ -127,14 +127,10 @@ class _PipeTransport:
 
 def _parse_message(line: bytes) -> Json | None:
     try:
-        message = msgspec.json.decode(line)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        try:  # with halves of surrogate pairs, which some programs send
-            text = json.dumps(json.loads(line), ensure_ascii=False)
-            message = msgspec.json.decode(repair_surrogates(text))
-        except (ValueError, RecursionError):
-            log.debug("An ACP program printed %d bytes that are not a message", len(line))
-            return None
+        message = decode_foreign_json(line)
+    except (ValueError, RecursionError):
+        log.debug("An ACP program printed %d bytes that are not a message", len(line))
+        return None
     return cast("Json", message) if isinstance(message, dict) else None
 
 
