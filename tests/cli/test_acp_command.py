@@ -21,11 +21,12 @@ from acp.schema import (
     TextContentBlock,
     TextResourceContents,
 )
-from test_client import make_client
+from test_client import make_client, until
 
+from antiphon.bus import ApprovalChanged
 from antiphon.client import Client
 from antiphon.engine.sessions.transcripts import HistoryFilter
-from antiphon.operations.types import IncomingMessage
+from antiphon.operations.types import IncomingMessage, ListFilter, SendRequest
 from cli.gateways import Gateway, token, up
 from cli.terminal import BOUND, Program
 from support.acp_editor import Editor, start_editor
@@ -283,6 +284,19 @@ async def test_what_others_write_is_shown(program: Program) -> None:
         assert editor.get_text() == "Hello there."
 
 
+async def test_messages_of_other_sessions_and_announcements_name_their_speaker(program: Program) -> None:
+    reach = {"tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}}}
+    async with Provider().running() as provider, open_editor(program, provider, **reach) as (editor, client):
+        session = await editor.begin()
+        await client.open("agent:helper:main")
+        provider.script(Answer(text=("42",)), Answer(text=("Helper asked me",)))
+        request = SendRequest(session=session, message="what is it?", reply_back=0, timeout_seconds=BOUND)
+        assert (await client.send(request, "agent:helper:main")).reply == "42"
+        await editor.wait_until(lambda: "Helper asked me" in editor.get_text())
+        assert editor.get_text("user_message_chunk") == "[↔ helper] what is it?"
+        assert editor.get_text() == "[main ↔ helper] 42\n\nHelper asked me"
+
+
 @pytest.mark.parametrize("options", [("--agent", "helper"), ("--session", "agent:helper:main")])
 async def test_the_agent_or_the_session_can_be_chosen(program: Program, options: tuple[str, str]) -> None:
     async with Provider().running() as provider, open_editor(program, provider, *options) as (editor, client):
@@ -293,16 +307,22 @@ async def test_the_agent_or_the_session_can_be_chosen(program: Program, options:
         assert ("user", "hello") in await read_texts(client, session)
 
 
-async def test_an_editor_that_leaves_stops_nothing(program: Program) -> None:
+@pytest.mark.parametrize("how", ["is killed", "closes its end"])
+async def test_an_editor_that_leaves_stops_nothing(program: Program, how: str) -> None:
     async with Provider().running() as provider, open_gateway(program, provider, **ASK_ALWAYS) as (_, client):
         provider.script(run_command("echo hi"), Answer(text=("done",)))
         async with start_editor(program.command, program.environ) as editor:
             session = await editor.begin()
             prompt = asyncio.create_task(editor.say(session, "run it"))
             await editor.wait_until(lambda: editor.asked)
-            editor.process.kill()
+            if how == "is killed":
+                editor.process.kill()
+            else:
+                editor.process.stdin.close()
             with pytest.raises(ConnectionError):
                 await prompt
+            async with asyncio.timeout(BOUND):
+                assert await editor.process.wait() == (-signal.SIGKILL if how == "is killed" else 0)
         [approval] = await client.list_approvals(session)
         async with start_editor(program.command, program.environ) as editor:
             await editor.agent.load_session(cwd="/", session_id=session, mcp_servers=[])
@@ -408,3 +428,43 @@ def test_wrong_messages_are_answered_and_the_end_of_input_ends_it(program: Progr
     assert started_with["protocolVersion"] == 1
     assert started_with["agentInfo"]["name"] == "antiphon"
     assert done.code == 0
+
+
+# --- one gateway's agent as the program of another ---
+
+
+async def test_an_agent_of_another_gateway_is_an_agent(
+    program: Program, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Our own runtime for programs drives our own program."""
+    other = Program(tmp_path_factory.mktemp("other"), program.bytecode)
+    async with Provider().running() as provider, open_gateway(other, provider, **ASK_ALWAYS) as (_, inner):
+        served = {
+            "command": other.command[0],
+            "args": [*other.command[1:], "acp", "--agent", "helper"],
+            "env": {"ANTIPHON_STATE_DIR": str(other.state)},
+        }
+        program.configure(
+            {
+                "agents": {
+                    "list": [{"id": "main"}, {"id": "far", "runtime": {"type": "acp", "acp": served}}],
+                }
+            }
+        )
+        with up(program) as gateway:
+            async with make_client(program, gateway.url) as client:
+                provider.script(run_command("echo hi", text=("Look: ",)), Answer(text=("done",)))
+                await client.open("agent:far:main")
+                events = client.follow("agent:far:main", 0)
+                sent = await client.submit(IncomingMessage(session="agent:far:main", content="run it"))
+                found = await until(events, lambda event: isinstance(event, ApprovalChanged))
+                assert isinstance(found[-1], ApprovalChanged)
+                await events.aclose()
+                await client.resolve_approval(found[-1].approval_id, "allow-once")
+                view = await client.wait(sent.run_id, BOUND)
+                assert (view.state, view.reply) == ("ok", "done"), view
+                assert view.usage is not None and (view.usage.input, view.usage.output) == (20, 10)
+                texts = "".join(text for _, text in await read_texts(client, "agent:far:main"))
+                assert "Look: " in texts and "echo hi" in texts
+        [session] = (await inner.list_sessions(ListFilter())).sessions
+        assert session.key.startswith("agent:helper:dashboard:")

@@ -209,7 +209,6 @@ class EditorAgent:
                 session = self._sessions.get(wanted.session_id) or await self._open(
                     wanted.session_id, replays=False
                 )
-            await session.start_following()
         self._sessions.move_to_end(wanted.session_id)
         may_be_command = await self._may_be_command(prompt)
         return Answer(await session.prompt(prompt, may_be_command=may_be_command))
@@ -259,7 +258,7 @@ class EditorAgent:
             await self._connection.notify(
                 "session/update", {"sessionId": session.session_id, "update": update}
             )
-            await session.start_following()
+            session.follow()
         except AntiphonError as error:
             self._report(error)
 
@@ -295,8 +294,12 @@ class EditorAgent:
 
     def _handle_connection_change(self, text: str) -> None:
         self._report_change(text)
+        is_connected = self._client is not None and self._client.reconnect_deadline is None
         for session in self._sessions.values():
-            session.recover()
+            if is_connected:
+                session.handle_new_connection()
+            else:
+                session.handle_lost_connection()
 
 
 def _convert(params: object, kind: type[T]) -> T:

@@ -123,20 +123,21 @@ class EditorSession:
                 break
             position = int(page.next_cursor)
 
-    async def start_following(self) -> None:
-        """Show what happens from now on, and ask about the calls that wait."""
-        self.follow()
-        await self._ask_about_waiting_calls()
-
     def follow(self) -> None:
-        """Show what happens; go on where it stopped if the gateway could not be reached."""
+        """Show what happens from now on, and ask about the calls that wait.
+
+        It goes on where it stopped if the gateway could not be reached for long.
+        """
         if self._follower is None or self._follower.done():
             self._follower = asyncio.create_task(self._follow())
+            self._start_task(self._ask_about_waiting_calls())  # after it listens, so that no call is missed
 
-    def recover(self) -> None:
-        """Look again for calls that wait: the connection was lost, and with it maybe the event about one."""
+    def handle_lost_connection(self) -> None:
         for turn in self._turns.values():
             turn.record_gap()
+
+    def handle_new_connection(self) -> None:
+        """Look again for calls that wait: the events about some may have been missed."""
         self._start_task(self._ask_about_waiting_calls())
 
     async def _follow(self) -> None:
