@@ -319,7 +319,7 @@ async def test_an_editor_that_leaves_stops_nothing(program: Program, how: str) -
                 editor.process.kill()
             else:
                 editor.process.stdin.close()
-            with pytest.raises(ConnectionError):
+            with pytest.raises((ConnectionError, RequestError)):
                 await prompt
             async with asyncio.timeout(BOUND):
                 assert await editor.process.wait() == (-signal.SIGKILL if how == "is killed" else 0)
@@ -428,6 +428,20 @@ def test_wrong_messages_are_answered_and_the_end_of_input_ends_it(program: Progr
     assert started_with["protocolVersion"] == 1
     assert started_with["agentInfo"]["name"] == "antiphon"
     assert done.code == 0
+
+
+async def test_what_was_received_before_the_end_of_input_is_sent(program: Program) -> None:
+    async with Provider().running() as provider, open_gateway(program, provider) as (_, client):
+        await client.open("main")
+        provider.script(Answer(text=("late",), hold_after=0))
+        prompt = {"sessionId": "agent:main:main", "prompt": [{"type": "text", "text": "hello"}]}
+        line = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "session/prompt", "params": prompt})
+        done = await asyncio.to_thread(program.run, "acp", stdin=line)
+        assert done.code == 0
+        assert "Load the session" in json.loads(done.out.splitlines()[-1])["error"]["message"]
+        [run_id] = await client.list_unfinished("main")
+        provider.release()
+        assert (await client.wait(run_id, BOUND)).reply == "late"
 
 
 # --- one gateway's agent as the program of another ---

@@ -257,8 +257,7 @@ class SlowHandler:
     def handle_notification(self, method: str, params: object) -> None:
         self.released.set()
 
-    def is_dropped_at_end(self, method: str) -> bool:
-        return False
+    def handle_end(self) -> None: ...
 
 
 async def exchange(handler: SlowHandler, content: bytes) -> list[Json]:

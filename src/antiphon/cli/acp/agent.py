@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -34,7 +34,6 @@ PROTOCOL_VERSION = 1
 MAX_OPEN_SESSIONS = 64  # beyond, those that were used longest ago are closed until they are used again
 LISTED_SESSIONS_PER_PAGE = 50
 MAX_TITLE_CHARACTERS = 80
-PROMPT_METHOD = "session/prompt"
 AGENT_CAPABILITIES: Json = {
     "loadSession": True,
     "promptCapabilities": {"image": True, "audio": False, "embeddedContext": True},
@@ -89,6 +88,8 @@ class EditorAgent:
         self._connection: EditorConnection | None = None
         self._sessions: OrderedDict[str, EditorSession] = OrderedDict()
         self._connecting, self._opening = asyncio.Lock(), asyncio.Lock()
+        self._has_left = asyncio.Event()
+        """Set when the editor is gone."""
         self._commands: list[Json] = []
         self._methods: Mapping[str, Callable[[object], Awaitable[Answer]]] = {
             "initialize": self._initialize,
@@ -98,7 +99,7 @@ class EditorAgent:
             "session/resume": self._resume_session,
             "session/close": self._close_session,
             "session/list": self._list_sessions,
-            PROMPT_METHOD: self._prompt,
+            "session/prompt": self._prompt,
         }
 
     @property
@@ -130,8 +131,8 @@ class EditorAgent:
             if session is not None:
                 session.cancel()
 
-    def is_dropped_at_end(self, method: str) -> bool:
-        return method == PROMPT_METHOD  # the run goes on without the editor
+    def handle_end(self) -> None:
+        self._has_left.set()
 
     # --- methods ---
 
@@ -195,7 +196,7 @@ class EditorAgent:
         }
         page = await client.call("sessions.list", {name: it for name, it in query.items() if it is not None})
         cwd = wanted.cwd or str(Path.cwd())  # the protocol requires a directory, and sessions have none
-        found = [_describe_session(row, cwd) for row in page["sessions"]]
+        found = [_describe_session(row, cwd) for row in page["sessions"] if _find_title(row)]
         return Answer(
             {"sessions": found, **({"nextCursor": page["nextCursor"]} if page["nextCursor"] else {})}
         )
@@ -211,7 +212,8 @@ class EditorAgent:
                 )
         self._sessions.move_to_end(wanted.session_id)
         may_be_command = await self._may_be_command(prompt)
-        return Answer(await session.prompt(prompt, may_be_command=may_be_command))
+        result = await session.prompt(prompt, may_be_command=may_be_command, has_left=self._has_left)
+        return Answer(result)
 
     # --- sessions ---
 
@@ -319,9 +321,13 @@ def _note_unused(params: _NewSessionParams) -> None:
     )
 
 
+def _find_title(row: Mapping[str, Any]) -> str | None:
+    """Return the name of a session or its last message; None if nothing was said in it."""
+    return row.get("displayName") or row.get("label") or row.get("lastMessagePreview")
+
+
 def _describe_session(row: Mapping[str, Any], cwd: str) -> Json:
-    found = row.get("displayName") or row.get("label") or row.get("lastMessagePreview") or row["key"]
-    title = " ".join(str(cast("object", found)).split())
+    title = " ".join(str(_find_title(row)).split())
     updated_at = datetime.fromtimestamp(row["updatedAt"] / 1000, UTC)
     return {
         "sessionId": row["key"],

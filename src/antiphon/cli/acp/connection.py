@@ -60,8 +60,8 @@ class RequestHandler(Protocol):
 
     def handle_notification(self, method: str, params: object) -> None: ...
 
-    def is_dropped_at_end(self, method: str) -> bool:
-        """Whether a request of this method is not waited for when the editor is gone."""
+    def handle_end(self) -> None:
+        """Answer what can be answered at once: the editor is gone."""
         ...
 
 
@@ -80,7 +80,7 @@ class EditorConnection:
         self._handler = handler
         self._report = report
         self._input_fd, self._output = input_fd, LineWriter(output_fd)
-        self._requests: dict[RequestId, tuple[str, asyncio.Task[None]]] = {}
+        self._requests: dict[RequestId, asyncio.Task[None]] = {}
         self._questions: dict[int, asyncio.Future[Json]] = {}
         self._question_count = 0
         self._withdrawals: set[asyncio.Task[None]] = set()
@@ -91,15 +91,11 @@ class EditorConnection:
             async for line in read_lines(self._input_fd, MAX_LINE_BYTES):
                 if line.strip():
                     await self._receive(line)
-            waited_for = [
-                task
-                for method, task in self._requests.values()
-                if not self._handler.is_dropped_at_end(method)
-            ]
-            if waited_for:
-                await asyncio.wait(waited_for, timeout=EOF_GRACE_SECONDS)
+            self._handler.handle_end()
+            if self._requests:
+                await asyncio.wait(self._requests.values(), timeout=EOF_GRACE_SECONDS)
         finally:
-            pending = [task for _, task in self._requests.values()]
+            pending = list(self._requests.values())
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
@@ -163,7 +159,7 @@ class EditorConnection:
             )
         else:
             task = asyncio.create_task(self._handle_request(id, method, message.get("params")))
-            self._requests[id] = method, task
+            self._requests[id] = task
             task.add_done_callback(lambda _: self._requests.pop(id, None))
 
     def _settle_question(self, id: object, message: Json) -> None:

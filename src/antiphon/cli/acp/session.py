@@ -247,8 +247,11 @@ class EditorSession:
 
     # --- prompts ---
 
-    async def prompt(self, prompt: EditorPrompt, *, may_be_command: bool) -> Json:
-        """Send a message, and return how its turn ended once everything of it has been shown."""
+    async def prompt(self, prompt: EditorPrompt, *, may_be_command: bool, has_left: asyncio.Event) -> Json:
+        """Send a message, and return how its turn ended once everything of it has been shown.
+
+        Once it is accepted, it is not waited for when the editor has left: its run goes on.
+        """
         self.follow()
         turn = EditorTurn(uuid.uuid4().hex)
         self._turns[turn.run_id] = turn
@@ -268,7 +271,7 @@ class EditorSession:
             turn.is_accepted = True
             if turn.is_cancelled:
                 await self._client.stop(self.key, turn.run_id)
-            view = await self._wait_for_end(turn)
+            view = await _wait_unless_left(self._wait_for_end(turn), has_left)
             return await self._build_result(turn, view)
         finally:
             del self._turns[turn.run_id]
@@ -413,3 +416,16 @@ class EditorSession:
                     await self._calls.announced.wait()
                 return found
         return None
+
+
+async def _wait_unless_left(waiting: Coroutine[Any, Any, RunView], has_left: asyncio.Event) -> RunView:
+    ended, left = asyncio.create_task(waiting), asyncio.create_task(has_left.wait())
+    try:
+        await asyncio.wait((ended, left), return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            return ended.result()
+        raise Unavailable("The editor closed the connection.", "Load the session to see the answer.")
+    finally:
+        for task in (ended, left):
+            task.cancel()
+        await asyncio.gather(ended, left, return_exceptions=True)
