@@ -438,7 +438,8 @@ async def test_what_was_received_before_the_end_of_input_is_sent(program: Progra
         line = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "session/prompt", "params": prompt})
         done = await asyncio.to_thread(program.run, "acp", stdin=line)
         assert done.code == 0
-        assert "Load the session" in json.loads(done.out.splitlines()[-1])["error"]["message"]
+        [message] = [json.loads(line) for line in done.out.splitlines()]
+        assert "Load the session" in message["error"]["message"]
         [run_id] = await client.list_unfinished("main")
         provider.release()
         assert (await client.wait(run_id, BOUND)).reply == "late"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeAlias
@@ -75,8 +75,10 @@ class EditorSession:
         self._calls = ShownToolCalls()
         self._speakers = speakers.KnownSpeakers(session_key=key)
         self._turns: dict[str, EditorTurn] = {}
-        self._replies: OrderedDict[str, str] = OrderedDict()
-        """The replies of turns that have ended, whose entries are not shown again."""
+        self._prompted_runs: deque[str] = deque(maxlen=MAX_REMEMBERED_RUNS)
+        """Runs of the editor's prompts, which it shows itself."""
+        self._answered_runs: deque[str] = deque(maxlen=MAX_REMEMBERED_RUNS)
+        """Those whose answers have been shown."""
         self._unposted_runs: OrderedDict[str, str | None] = OrderedDict()
         """Runs whose text is shown once it is posted, with the speaker."""
         self._approvals: dict[str, asyncio.Task[None]] = {}
@@ -174,7 +176,9 @@ class EditorSession:
         self._seq = event.seq
         entry: Json = {**msgspec.json.decode(event.body), "id": event.entry, "runId": event.run_id}
         turn = self._turns.get(event.run_id or "")
-        if turn is None and (event.run_id or "") not in self._replies:
+        if entry.get("role") == "user" and event.run_id in self._prompted_runs:
+            return
+        if turn is None and event.run_id not in self._answered_runs:
             await speakers.look_up_speakers(self._client, [entry], self._speakers)
             if event.internal:
                 self._remember_unposted(entry)
@@ -187,7 +191,7 @@ class EditorSession:
                 await self._show_calls(entry)
             case "toolResult":
                 await self._show_result(entry)
-            case _:  # the prompt itself, or the answer of a turn that has ended
+            case _:  # an answer that arrives late
                 pass
 
     async def _show_entry(self, entry: Json) -> None:
@@ -255,6 +259,7 @@ class EditorSession:
         self.follow()
         turn = EditorTurn(uuid.uuid4().hex)
         self._turns[turn.run_id] = turn
+        self._prompted_runs.append(turn.run_id)
         try:
             params: Json = {
                 "sessionKey": self.key,
@@ -292,9 +297,7 @@ class EditorSession:
         with suppress(TimeoutError):
             async with asyncio.timeout(FEED_LAG_SECONDS):
                 await turn.has_ended.wait()
-        self._replies[turn.run_id] = view.reply or ""
-        if len(self._replies) > MAX_REMEMBERED_RUNS:
-            self._replies.popitem(last=False)
+        self._answered_runs.append(turn.run_id)
         await self._send_all(turn.take_reply(view.reply or ""))
         return view
 
