@@ -24,6 +24,7 @@ from acp.schema import (
 from test_client import make_client, until
 
 from antiphon.bus import ApprovalChanged
+from antiphon.cli.acp.agent import MAX_OPEN_SESSIONS
 from antiphon.client import Client
 from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.operations.types import IncomingMessage, ListFilter, SendRequest
@@ -305,6 +306,19 @@ async def test_the_agent_or_the_session_can_be_chosen(program: Program, options:
         assert (await editor.begin() == session) == (options[0] == "--session")
         await editor.say(session, "hello")
         assert ("user", "hello") in await read_texts(client, session)
+
+
+async def test_a_session_that_was_closed_to_make_room_is_opened_when_it_is_used(program: Program) -> None:
+    async with Provider().running() as provider, open_editor(program, provider) as (editor, client):
+        first = await editor.begin()
+        await editor.say(first, "hello")
+        for _ in range(MAX_OPEN_SESSIONS):
+            await editor.begin()
+        editor.forget()
+        assert (await editor.say(first, "and again")).stop_reason == "end_turn"
+        assert editor.get_text(session_id=first) == "Hello there."
+        assert [role for role, _ in await read_texts(client, first)] == ["user", "assistant"] * 2
+        assert len((await editor.agent.list_sessions()).sessions) == 1, "in the others nothing was said"
 
 
 @pytest.mark.parametrize("how", ["is killed", "closes its end"])
