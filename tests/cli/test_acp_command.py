@@ -7,7 +7,7 @@ import base64
 import json
 import signal
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ from antiphon.operations.types import IncomingMessage, ListFilter, SendRequest
 from cli.gateways import Gateway, token, up
 from cli.terminal import BOUND, Program
 from support.acp_editor import Editor, start_editor
+from support.keepers import end_keeper
 from support.model_provider import Answer, Call, Failure, Provider
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only, pytest.mark.requirement("M3")]
@@ -38,6 +39,13 @@ pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only, pytest.mark.requiremen
 ASK_ALWAYS = {"tools": {"exec": {"host": "gateway", "security": "full", "ask": "always"}}}
 INITIALIZE = {"jsonrpc": "2.0", "id": 0, "method": "initialize", "params": {"protocolVersion": 1}}
 RED_PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
+
+
+@pytest.fixture(autouse=True)
+def end_keepers(program: Program) -> Generator[None]:
+    """End what would wait a minute longer for commands."""
+    yield
+    end_keeper(program.state)
 
 
 def describe_config(provider: Provider, **more: Any) -> dict[str, Any]:
@@ -496,4 +504,5 @@ async def test_an_agent_of_another_gateway_is_an_agent(
                 texts = "".join(text for _, text in await read_texts(client, "agent:far:main"))
                 assert "Look: " in texts and "echo hi" in texts
         [session] = (await inner.list_sessions(ListFilter())).sessions
+        end_keeper(other.state)
         assert session.key.startswith("agent:helper:dashboard:")
