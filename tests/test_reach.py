@@ -37,7 +37,7 @@ from antiphon.engine.sessions.session_rows import NewSession
 from antiphon.engine.toolbox import Tool, Toolbox, ToolOutput, ToolRequest
 from antiphon.errors import AntiphonError, Forbidden, SpawnRefused
 from antiphon.gateway.auth import LOCAL_ADMIN_IDENTITY
-from antiphon.gateway.mcp import SessionProvider
+from antiphon.gateway.mcp import SessionProvider, TokenClient
 from antiphon.gateway.state import GatewayState
 from antiphon.mcp.server.protocol import build_server
 from antiphon.operations.context import OperationContext
@@ -281,7 +281,9 @@ class AgentsDirectory:
     @asynccontextmanager
     async def connect_mcp(self, fact: Fact) -> AsyncGenerator[McpClient]:
         """Open an MCP client that acts as this session, with an administrator's token."""
-        provider = SessionProvider(self.gateway, LOCAL_ADMIN_IDENTITY, fact.key)
+        provider = SessionProvider(
+            TokenClient(self.gateway, LOCAL_ADMIN_IDENTITY, fact.key), self.gateway.closing
+        )
         async with McpClient(build_server(provider)) as client:
             yield client
 

@@ -62,6 +62,7 @@ from antiphon.workspace.sandbox_pruning import SandboxPruner
 
 if TYPE_CHECKING:
     from antiphon.mcp.servers import McpServers
+    from antiphon.runtimes.acp.session_tools import SessionToolServer
     from antiphon.runtimes.acp.sessions import AcpSessions
 
 __all__ = ["App", "open_app", "open_app_operations", "open_operations_readonly"]
@@ -79,6 +80,8 @@ class AppOptions(TypedDict, total=False):
     clock: Clock | None
     timings: EngineTimings | None
     on_commit: Callable[[CommitPhase], None] | None
+    session_tool_server: SessionToolServer | None
+    """Offers the programs of ACP agents the tools of their sessions."""
 
 
 class App(msgspec.Struct, frozen=True):
@@ -129,7 +132,9 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
             sandboxes = Sandboxes(config, home.path)
             launcher = create_command_launcher(config, sandboxes, home.path)
             mcp_servers = _create_mcp_servers(config, home.path, clock, toolbox, sandboxes)
-            acp_sessions = _create_acp_sessions(config, home.path, sandboxes)
+            acp_sessions = _create_acp_sessions(
+                config, home.path, sandboxes, options.get("session_tool_server")
+            )
             load_run_setup = RunSetupBuilder(
                 config,
                 runtimes,
@@ -211,13 +216,16 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 )
 
 
-def _create_acp_sessions(config: Config, state_dir: Path, sandboxes: Sandboxes) -> AcpSessions | None:
+def _create_acp_sessions(
+    config: Config, state_dir: Path, sandboxes: Sandboxes, tool_server: SessionToolServer | None
+) -> AcpSessions | None:
     if not config.acp_agent_ids:
         return None
     from antiphon.runtimes.acp.sessions import AcpSessions  # noqa: PLC0415
     from antiphon.workspace.agent_programs import AgentProgramLauncher  # noqa: PLC0415
 
-    return AcpSessions(config, state_dir, AgentProgramLauncher(config, state_dir, sandboxes).prepare)
+    launcher = AgentProgramLauncher(config, state_dir, sandboxes, offers_tools=tool_server is not None)
+    return AcpSessions(config, state_dir, launcher.prepare, tool_server)
 
 
 def _create_mcp_servers(

@@ -126,6 +126,7 @@ class RunSetupBuilder:
             approval_timeout_seconds=self._approval_timeout_seconds,
             loop_detection=agent.loop_detection,
             model=spec.model if spec else None,
+            session_tool_names=identity.tools.keys() if is_program else frozenset(),
         )
 
     def _explain_missing_commands(self, agent: AgentConfig, identity: SessionIdentity) -> str:

@@ -27,6 +27,8 @@ MAX_FAILURES_IN_TOTAL = 200  # per window
 MAX_TRACKED_ADDRESSES = 4096
 MIN_UNGUESSABLE_TOKEN_CHARACTERS = 32  # too long to be found by guessing
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+PROGRAM_SECRET_PREFIX = "antiphon-program-"  # noqa: S105
+"""Begins the secrets of programs (`program_tools`), which are valid for the tools of their session only."""
 CREDENTIALS_HINT = "Pass the right one; the owner's token is in tokens.json in the gateway's state directory."
 
 
@@ -121,6 +123,12 @@ class Authenticator:
         if (limit := self._failures.find_limit_error(address)) and not self._has_unguessable_token(secrets):
             raise limit
         self.check_origin(origin)
+        if any(secret.startswith(PROGRAM_SECRET_PREFIX) for secret in secrets):
+            raise Unauthorized(  # not counted: the program of a session must not lock out its owner
+                "unauthorized: the secret of a program is only valid at /mcp, while the program runs.",
+                CREDENTIALS_HINT,
+                code=self._build_error_code("MISMATCH"),
+            )
         if self.mode == "none":
             return LOCAL_ADMIN_IDENTITY
         if not secrets:
@@ -155,9 +163,7 @@ class Authenticator:
         """Authenticate a request by its header `Authorization: Bearer <token or password>`."""
         if self.mode == "none":
             _check_loopback_host(headers.get("host", ""))
-        kind, _, secret = headers.get("authorization", "").partition(" ")
-        token = secret.strip() if kind.lower() == "bearer" else None
-        return self.authenticate(address, headers.get("origin"), token=token)
+        return self.authenticate(address, headers.get("origin"), token=find_bearer_token(headers))
 
     def check_endpoint_secret(
         self, address: str, origin: str | None, presented: str | None, secret: str, what: str
@@ -213,6 +219,11 @@ class Authenticator:
 
     def _build_error_code(self, what: str) -> str:
         return f"AUTH_{self.mode.upper()}_{what}"
+
+
+def find_bearer_token(headers: Mapping[str, str]) -> str | None:
+    kind, _, secret = headers.get("authorization", "").partition(" ")
+    return secret.strip() if kind.lower() == "bearer" else None
 
 
 def find_origin_header(headers: Iterable[tuple[bytes, bytes]]) -> str | None:

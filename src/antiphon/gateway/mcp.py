@@ -2,7 +2,8 @@
 
 A client acts as an operator, or as the session that its header `X-Antiphon-Session-Key` names. As a session it has the
 tools of a run in that session and reaches what that session reaches; what its token may not do, it may not do through
-the session either. The tools themselves read, send and refuse.
+the session either. The tools themselves read, send and refuse. The programs of ACP agents are clients, too, each as
+its session (`program_tools`).
 
 The protocol is in `antiphon.mcp.server.protocol`, which is imported by the first request.
 """
@@ -11,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import msgspec
@@ -24,8 +25,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from antiphon import access
 from antiphon.access import Caller
+from antiphon.config import Config
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
-from antiphon.errors import Forbidden, InvalidInput, NotFound, ToolMissing, Unauthorized
+from antiphon.errors import Conflict, Forbidden, InvalidInput, NotFound, ToolMissing, Unauthorized
 from antiphon.gateway import tool_invocations
 from antiphon.gateway.auth import ClientIdentity
 from antiphon.gateway.http.responses import SECURITY_HEADERS, StreamSlots, cancel_and_wait, read_body
@@ -79,7 +81,11 @@ class McpEndpoint:
 
     async def post(self, identity: ClientIdentity, request: Request) -> Response:
         access.require_scope(identity.to_caller(), "read")  # before the body is read
-        provider = SessionProvider(self._gateway, identity, _read_session_key(request))
+        client = TokenClient(self._gateway, identity, read_session_key(request.headers))
+        return await self.answer(client, request)
+
+    async def answer(self, client: McpClient, request: Request) -> Response:
+        provider = SessionProvider(client, self._gateway.closing)
         body = await read_body(request, MAX_BODY_BYTES)
         protocol = await asyncio.to_thread(import_module, "antiphon.mcp.server.protocol")
         return McpResponse(protocol.build_server(provider), body, self._slots)
@@ -115,8 +121,9 @@ def _add_security_headers(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[
     return [*headers, *((name, value) for name, value in more if name not in present)]
 
 
-def _read_session_key(request: Request) -> str | None:
-    header = request.headers.get(SESSION_KEY_HEADER)
+def read_session_key(headers: Mapping[str, str]) -> str | None:
+    """Return the session that a request is to act as."""
+    header = headers.get(SESSION_KEY_HEADER)
     if header is None:
         return None
     if not (key := unquote(header).strip()):
@@ -133,12 +140,45 @@ class Actor(NamedTuple):
 
     caller: Caller
     tools: Mapping[str, Tool]
+    run_id: str
+    """The run that the calls belong to."""
 
 
-class SessionProvider:
-    """Offers one client the tools on sessions, and transcripts as resources."""
+BeginCall = Callable[[], Coroutine[Any, Any, ToolOutput]]
 
-    resource_template = HISTORY_TEMPLATE
+
+class McpClient(Protocol):
+    """Who asks, and what it may do."""
+
+    @property
+    def instructions(self) -> str: ...
+
+    @property
+    def may_act(self) -> bool: ...
+
+    async def load_actor(self) -> Actor: ...
+
+    def require_may_act(self) -> None:
+        """Raise `Forbidden` unless it may call tools with side effects."""
+        ...
+
+    def require_valid(self) -> None:
+        """Raise `Unauthorized` if its secret has been revoked."""
+        ...
+
+    async def make_call(self, call: BeginCall) -> ToolOutput:
+        """Await a tool for as long as the client may wait. `Conflict`: it may not call tools now."""
+        ...
+
+
+def select_offered_tools(config: Config, tools: Mapping[str, Tool], permitted: Set[str]) -> dict[str, Tool]:
+    """Return the tools that MCP clients are offered of those that they may use."""
+    denied = config.gateway.tools.deny
+    return {name: tools[name] for name in TOOL_NAMES if name in permitted and name not in denied}
+
+
+class TokenClient:
+    """A client with a token: an operator, or the session that it names."""
 
     def __init__(self, gateway: GatewayState, identity: ClientIdentity, session_key: str | None) -> None:
         self._gateway = gateway
@@ -148,42 +188,64 @@ class SessionProvider:
         self.instructions = OPERATOR_INSTRUCTIONS if session_key is None else SESSION_INSTRUCTIONS
 
     @property
-    def _may_act(self) -> bool:
+    def may_act(self) -> bool:
         return access.WRITE_SCOPE in self._operator.scopes
 
-    async def _load_actor(self) -> Actor:
+    def require_may_act(self) -> None:
+        access.require_scope(self._operator, "send")
+
+    def require_valid(self) -> None:
+        if not self._gateway.authenticator.is_still_valid(self._identity):
+            raise Unauthorized("The token has been revoked.", "Use another one.")
+
+    async def make_call(self, call: BeginCall) -> ToolOutput:
+        return await call()
+
+    async def load_actor(self) -> Actor:
         """Return who the client acts as. A named session is created if it does not exist and the token may write."""
         if self._session_key is None:
             caller, tools = self._operator, self._gateway.app.toolbox.tools
         else:
             sessions = self._gateway.app.operations.sessions
-            resolve = sessions.act_as if self._may_act else sessions.describe_actor
+            resolve = sessions.act_as if self.may_act else sessions.describe_actor
             actor = (await resolve(self._operator, self._session_key)).actor
             caller, tools = actor.caller, actor.tools
-        denied = self._gateway.app.config.gateway.tools.deny
-        offered = {name: tools[name] for name in TOOL_NAMES if name in tools and name not in denied}
-        return Actor(caller, offered)
+        offered = select_offered_tools(self._gateway.app.config, tools, tools.keys())
+        return Actor(caller, offered, run_id=f"mcp:{caller.session_key or 'operator'}")
+
+
+class SessionProvider:
+    """Offers one client the tools on sessions, and transcripts as resources."""
+
+    resource_template = HISTORY_TEMPLATE
+
+    def __init__(self, client: McpClient, closing: asyncio.Event) -> None:
+        """`closing` is set when the gateway stops."""
+        self._client = client
+        self._closing = closing
+        self.instructions = client.instructions
 
     # --- tools ---
 
     async def list_tools(self) -> Sequence[Tool]:
-        actor = await self._load_actor()
-        return [tool for tool in actor.tools.values() if self._may_act or not tool.has_side_effects]
+        actor = await self._client.load_actor()
+        return [tool for tool in actor.tools.values() if self._client.may_act or not tool.has_side_effects]
 
     async def call_tool(
         self, name: str, arguments: Mapping[str, Any], report_progress: ReportProgress | None
     ) -> ToolOutput:
         """Call a tool. A refusal is its answer."""
-        actor = await self._load_actor()
+        actor = await self._client.load_actor()
         tool = actor.tools.get(name)
         if tool is None:
             raise ToolMissing(f"There is no tool {name[:80]!r}.", f"The tools are {', '.join(actor.tools)}.")
         try:
             if tool.has_side_effects:  # a session's own rights must not exceed those of the token
-                access.require_scope(self._operator, "send")
-        except Forbidden as error:
+                self._client.require_may_act()
+            call = _build_call(actor, arguments)
+            return await self._client.make_call(lambda: self._call_and_wait(tool, call, report_progress))
+        except (Forbidden, Conflict) as error:
             return render_refusal(error)
-        return await self._call_and_wait(tool, _build_call(actor, arguments), report_progress)
 
     async def _call_and_wait(
         self, tool: Tool, call: ToolRequest, report_progress: ReportProgress | None
@@ -202,14 +264,14 @@ class SessionProvider:
         if report_progress is None and asked > MAX_WAIT_SECONDS:
             patience = MAX_WAIT_SECONDS
         answering = asyncio.ensure_future(tool_invocations.call_tool(tool, call))
-        closing = asyncio.ensure_future(self._gateway.closing.wait())
+        closing = asyncio.ensure_future(self._closing.wait())
         try:
             while not answering.done() and not closing.done():
                 waited = loop.time() - started
                 if waited >= patience:
                     break
                 if report_progress is not None and waited >= PROGRESS_SECONDS:
-                    self._require_valid_token()
+                    self._client.require_valid()
                     await report_progress(round(waited), asked, f"Waiting for the reply for {waited:.0f} s.")
                 await asyncio.wait(
                     {answering, closing},
@@ -223,53 +285,53 @@ class SessionProvider:
         without_wait = msgspec.structs.replace(call, arguments={**call.arguments, "timeoutSeconds": 0})
         return (await tool_invocations.call_tool(tool, without_wait)).result
 
-    def _require_valid_token(self) -> None:
-        if not self._gateway.authenticator.is_still_valid(self._identity):
-            raise Unauthorized("The token has been revoked.", "Use another one.")
-
     # --- resources ---
 
     async def list_resources(self, cursor: str | None) -> ResourcePage:
-        actor = await self._load_actor()
+        actor = await self._client.load_actor()
         if "sessions_list" not in actor.tools or "sessions_history" not in actor.tools:
             return ResourcePage([])
         arguments = {"limit": RESOURCES_PER_PAGE, "cursor": cursor}
-        listed = await _read(actor, "sessions_list", arguments)
+        listed = await self._read(actor, "sessions_list", arguments)
         return ResourcePage([_build_resource(row) for row in listed["sessions"]], listed.get("nextCursor"))
 
     async def read_resource(self, uri: str) -> str:
         arguments = _parse_history_uri(uri)
-        actor = await self._load_actor()
+        actor = await self._client.load_actor()
         if "sessions_history" not in actor.tools:
             raise _build_resource_missing_error(uri)
-        return msgspec.json.encode(await _read(actor, "sessions_history", arguments)).decode()
+        return msgspec.json.encode(await self._read(actor, "sessions_history", arguments)).decode()
+
+    async def _read(self, actor: Actor, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a read-only tool answers as data.
+
+        Raises:
+            NotFound: the session does not exist, or is not visible to the caller.
+            InvalidInput: the tool refused the arguments.
+        """
+        tool, call = actor.tools[name], _build_call(actor, arguments)
+
+        async def read() -> ToolOutput:
+            return (await tool_invocations.call_tool(tool, call)).result
+
+        output = await self._client.make_call(read)
+        if output.is_error:
+            error = tool_invocations.format_tool_error(output)
+            is_missing = error.get("details", {}).get("code") == NotFound.code
+            raise (NotFound if is_missing else InvalidInput)(
+                error["message"], "The resources are listed by resources/list."
+            )
+        return output.details
 
 
 def _build_call(actor: Actor, arguments: Mapping[str, Any]) -> ToolRequest:
     return ToolRequest(
         caller=actor.caller,
-        run_id=f"mcp:{actor.caller.session_key or 'operator'}",
+        run_id=actor.run_id,
         call_id=uuid.uuid4().hex,
         arguments=arguments,
         tool_names=actor.tools.keys(),
     )
-
-
-async def _read(actor: Actor, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a read-only tool answers as data.
-
-    Raises:
-        NotFound: the session does not exist, or is not visible to the caller.
-        InvalidInput: the tool refused the arguments.
-    """
-    output = (await tool_invocations.call_tool(actor.tools[name], _build_call(actor, arguments))).result
-    if output.is_error:
-        error = tool_invocations.format_tool_error(output)
-        is_missing = error.get("details", {}).get("code") == NotFound.code
-        raise (NotFound if is_missing else InvalidInput)(
-            error["message"], "The resources are listed by resources/list."
-        )
-    return output.details
 
 
 def _build_resource(row: Mapping[str, Any]) -> Resource:

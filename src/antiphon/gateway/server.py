@@ -30,6 +30,7 @@ from antiphon.gateway.auth import Authenticator, list_own_origins
 from antiphon.gateway.http.limits import create_http_protocol, determine_max_connections
 from antiphon.gateway.http.routes import HttpRoutes
 from antiphon.gateway.hub import Hub
+from antiphon.gateway.program_tools import ProgramToolServer
 from antiphon.gateway.shared_tokens import SharedTokens
 from antiphon.gateway.state import GatewayState
 from antiphon.gateway.tokens import TokenRegistry, build_owner_record
@@ -65,8 +66,8 @@ class AsgiApp:
     A WebSocket may be opened at any path, because clients use different ones.
     """
 
-    def __init__(self, gateway: GatewayState, hub: Hub) -> None:
-        self.http = HttpRoutes(gateway)
+    def __init__(self, gateway: GatewayState, hub: Hub, program_tools: ProgramToolServer) -> None:
+        self.http = HttpRoutes(gateway, program_tools)
         self._websocket_server = WebSocketServer(gateway, hub)
         self._http_app: ASGIApp = Starlette(routes=self.http.routes)
         self.http.metrics.sockets.set_function(lambda: len(hub.connections))
@@ -88,6 +89,8 @@ async def serve_gateway(
     """Open the application and listen until the context exits. Several gateways can share one `tokens_dir`."""
     host = choose_listen_address(config)
     max_connections = determine_max_connections()
+    program_tools = ProgramToolServer()
+    options["session_tool_server"] = program_tools
     async with open_app(config, state_dir, **options) as opened:
         listener = open_listener(host, config.gateway.port if port is None else port)
         number = listener.getsockname()[1]
@@ -101,7 +104,9 @@ async def serve_gateway(
             )
             async with (
                 _refresh_shared_tokens(opened, tokens),
-                _serve_app(gateway, listener, _format_url(host, number), max_connections) as served,
+                _serve_app(
+                    gateway, program_tools, listener, _format_url(host, number), max_connections
+                ) as served,
             ):
                 yield served
         finally:
@@ -122,16 +127,21 @@ async def _refresh_shared_tokens(opened: App, tokens: TokenRegistry) -> AsyncGen
 
 @asynccontextmanager
 async def _serve_app(
-    gateway: GatewayState, listener: socket.socket, url: str, max_connections: int
+    gateway: GatewayState,
+    program_tools: ProgramToolServer,
+    listener: socket.socket,
+    url: str,
+    max_connections: int,
 ) -> AsyncGenerator[ListeningGateway]:
     hub = Hub(gateway)
-    app = AsgiApp(gateway, hub)
+    app = AsgiApp(gateway, hub, program_tools)
     async with (
         app.http.open(),
         _run_server(
             gateway, hub, _UvicornServer(_build_uvicorn_config(app, max_connections)), listener, url
         ) as served,
     ):
+        program_tools.attach(gateway, url.replace("ws://", "http://", 1), app.http.build_program_app)
         yield served
 
 

@@ -28,6 +28,8 @@ class TurnIdentity(msgspec.Struct, frozen=True, kw_only=True):
     first_seq: int
     """The number of the entry that the turn answers."""
     caller: Caller
+    tool_names: Set[str]
+    """The tools of the session, which the runtime may offer to a program as well."""
     is_resumed: bool
     """Whether the turn was begun before, by a process that was then lost."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +20,10 @@ from antiphon.child_processes.processes import ChildCommand, build_environment
 from antiphon.errors import NotFound
 from antiphon.host_rules import HostRules
 from antiphon.paths import expand_home
-from antiphon.workspace.keeper.running_command import CommandProxy
+from antiphon.workspace.keeper.running_command import CommandProxy, ListenerChannel
 from antiphon.workspace.locations import SessionWorkspaceLocator
 from antiphon.workspace.sandbox import Sandboxes, resolve_workdir
-from antiphon.workspace.sandbox_network import PROXY_PLACEHOLDER
+from antiphon.workspace.sandbox_network import PROXY_PLACEHOLDER, TOOLS_PLACEHOLDER
 
 if TYPE_CHECKING:
     from antiphon.config import Config
@@ -36,6 +37,8 @@ class PreparedProgram(msgspec.Struct, frozen=True, kw_only=True):
     cwd: str
     """The directory it works in, by the name that it has there."""
     is_sandboxed: bool
+    tools_listener: asyncio.Future[socket.socket] | None = None
+    """The socket that it opens for the tools of its session, in a sandbox that can have one."""
     release_descriptors: Callable[[], None] = lambda: None
     """Closes what only the process needs; called when it has been started."""
     close: Callable[[], None] = lambda: None
@@ -43,8 +46,11 @@ class PreparedProgram(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentProgramLauncher:
-    def __init__(self, config: Config, state_dir: Path, sandboxes: Sandboxes) -> None:
+    def __init__(
+        self, config: Config, state_dir: Path, sandboxes: Sandboxes, *, offers_tools: bool = False
+    ) -> None:
         self._config = config
+        self._offers_tools = offers_tools
         self._locate = SessionWorkspaceLocator(config, state_dir)
         self._sandboxes = sandboxes
 
@@ -83,23 +89,49 @@ class AgentProgramLauncher:
     async def _prepare_sandboxed(
         self, caller: Caller, program: AcpProgramConfig, argv: list[str], env: dict[str, str]
     ) -> PreparedProgram:
-        wrapped = await self._sandboxes.wrap(caller, argv, workdir=program.cwd, env=env)
+        wrapped = await self._sandboxes.wrap(
+            caller, argv, workdir=program.cwd, env=env, has_tools=self._offers_tools
+        )
         cwd = resolve_workdir(self._locate(caller), program.cwd)
-        if wrapped.allowed_hosts is None:
-            command = ChildCommand(argv=wrapped.argv, cwd="/", env=wrapped.env, files=wrapped.files)
-            return PreparedProgram(command=command, cwd=cwd, is_sandboxed=True)
-        proxy = CommandProxy(HostRules(wrapped.allowed_hosts))
-        channel = proxy.open_channel()
+        descriptors: dict[str, int] = {}
+        closes: list[Callable[[], None]] = []
+        tools_listener = None
+        if wrapped.allowed_hosts is not None:
+            proxy = CommandProxy(HostRules(wrapped.allowed_hosts))
+            descriptors[PROXY_PLACEHOLDER] = proxy.open_channel()
+            closes.append(proxy.close)
+        if wrapped.has_tools_listener:
+            tools_listener, descriptors[TOOLS_PLACEHOLDER], close = _open_tools_channel()
+            closes.append(close)
+
+        def close_all() -> None:
+            for close in closes:
+                close()
+
+        def release_descriptors() -> None:
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+
         return PreparedProgram(
             command=ChildCommand(
-                argv=wrapped.argv,
-                cwd="/",
-                env=wrapped.env,
-                files=wrapped.files,
-                descriptors={PROXY_PLACEHOLDER: channel},
+                argv=wrapped.argv, cwd="/", env=wrapped.env, files=wrapped.files, descriptors=descriptors
             ),
             cwd=cwd,
             is_sandboxed=True,
-            release_descriptors=lambda: os.close(channel),
-            close=proxy.close,
+            tools_listener=tools_listener,
+            release_descriptors=release_descriptors,
+            close=close_all,
         )
+
+
+def _open_tools_channel() -> tuple[asyncio.Future[socket.socket], int, Callable[[], None]]:
+    """Return the socket to come, the descriptor over which it comes, and what closes both."""
+    arrived: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
+    channel = ListenerChannel(arrived.set_result)
+
+    def close() -> None:
+        channel.close()
+        if not arrived.cancel() and not arrived.cancelled():
+            arrived.result().close()
+
+    return arrived, channel.open(), close

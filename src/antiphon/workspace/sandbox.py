@@ -50,7 +50,12 @@ from antiphon.workspace.sandbox_backend import (
     read_variables,
     set_variables,
 )
-from antiphon.workspace.sandbox_network import build_proxy_environment, find_python, open_proxy_first
+from antiphon.workspace.sandbox_network import (
+    build_proxy_environment,
+    find_python,
+    open_proxy_first,
+    open_tools_first,
+)
 
 if TYPE_CHECKING:
     from antiphon.config import AgentConfig, Config, SandboxConfig
@@ -138,10 +143,12 @@ class Sandboxes:
         workdir: str | None,
         env: Mapping[str, str],
         has_proxy: bool = True,
+        has_tools: bool = False,
     ) -> SandboxedCommand:
         """Return the command line that runs a command in the sandbox of the caller's session.
 
-        Without `has_proxy` it has no network, whatever the agent's settings say.
+        Without `has_proxy` it has no network, whatever the agent's settings say. With `has_tools` it opens a socket for
+        the tools of its session, if the sandbox has a network of its own.
 
         Raises:
             SandboxUnavailable: no backend works; the error names the cure.
@@ -169,6 +176,9 @@ class Sandboxes:
             command, files[VARIABLES_PLACEHOLDER] = read_variables(command, env)
         else:
             command = set_variables(command, env)
+        tools_python = find_python() if has_tools and selected.backend.name == "bwrap" else None
+        if tools_python is not None:
+            command = open_tools_first(command, tools_python)
         if python is not None:
             variables = build_proxy_environment(agent.sandbox.allow_hosts)
             command = open_proxy_first(set_variables(command, variables), python)
@@ -180,6 +190,7 @@ class Sandboxes:
             wrapped,
             files={**wrapped.files, **files},
             allowed_hosts=None if python is None else agent.sandbox.allow_hosts,
+            has_tools_listener=tools_python is not None,
         )
 
     async def explain_failed_start(self, caller: Caller, output: str) -> str | None:

@@ -69,6 +69,8 @@ class SandboxedCommand(msgspec.Struct, frozen=True):
     files: Mapping[str, bytes]
     allowed_hosts: Sequence[str] | None = None
     """Hosts that its proxy connects to; None if it has none."""
+    has_tools_listener: bool = False
+    """Whether it opens a socket for the tools of its session (`sandbox_network`)."""
     kill_after_seconds: float | None = None
     """How long it may take to end what it started elsewhere after SIGTERM; None for the keeper's own time."""
 

@@ -8,7 +8,7 @@ model is asked again. No transcript entry is published before its commit; partia
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -92,6 +92,8 @@ class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
     """When a repeated tool call is refused; None: never."""
     model: str | None = None
     """The configured id of the model; replaces a model name from the provider that is unsafe to show."""
+    session_tool_names: Set[str] = frozenset()
+    """The tools of the session that a runtime with tools of its own may offer besides (`TurnIdentity`)."""
 
 
 class RunLoop:
@@ -175,6 +177,7 @@ class RunLoop:
                 session_id=claim.session_id,
                 first_seq=claim.first_seq,
                 caller=setup.caller,
+                tool_names=setup.session_tool_names,
                 is_resumed=claim.resumed,
             ),
             claim=claim,

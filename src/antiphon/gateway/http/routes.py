@@ -12,10 +12,11 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import msgspec
+from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from antiphon import __version__, access
 from antiphon.access import Caller
@@ -26,8 +27,9 @@ from antiphon.gateway.http import history, responses
 from antiphon.gateway.http.hooks import HookEndpoints
 from antiphon.gateway.http.metrics import Metrics
 from antiphon.gateway.http.responses import StreamSlots, build_json_response
-from antiphon.gateway.mcp import McpEndpoint
+from antiphon.gateway.mcp import McpClient, McpEndpoint
 from antiphon.gateway.openai import common
+from antiphon.gateway.program_tools import ProgramToolServer
 from antiphon.gateway.state import GatewayState
 from antiphon.operations.types import Readiness
 
@@ -55,8 +57,9 @@ CLIENT_CLOSED_REQUEST_STATUS = 499  # counted if the client disconnects before t
 class HttpRoutes:
     """The routes of one gateway, and the background tasks they need while open."""
 
-    def __init__(self, gateway: GatewayState) -> None:
+    def __init__(self, gateway: GatewayState, program_tools: ProgramToolServer | None = None) -> None:
         self._gateway = gateway
+        self._program_tools = program_tools
         self.slots = StreamSlots()
         self.metrics = Metrics(gateway, self.slots)
         self._hooks = HookEndpoints(gateway)
@@ -164,7 +167,26 @@ class HttpRoutes:
         if not self._gateway.app.config.gateway.mcp.enabled:
             return self._build_route("/mcp", **_build_disabled_endpoints("gateway.mcp.enabled"))
         endpoint = McpEndpoint(self._gateway, self.slots)
-        return self._build_route("/mcp", POST=self._require_identity(endpoint.post))
+        post_as_client = self._require_identity(endpoint.post)
+
+        async def post(request: Request) -> Response:
+            program = None if self._program_tools is None else self._program_tools.find(request.headers)
+            if program is None:
+                return await post_as_client(request)
+            self._gateway.authenticator.check_origin(request.headers.get("origin"))
+            return await endpoint.answer(program, request)
+
+        return self._build_route("/mcp", POST=post)
+
+    def build_program_app(self, client: McpClient) -> ASGIApp:
+        """Return the application for one program in its sandbox: `/mcp` as this client, and nothing else."""
+        endpoint = McpEndpoint(self._gateway, self.slots)
+
+        async def post(request: Request) -> Response:
+            self._gateway.authenticator.check_origin(request.headers.get("origin"))
+            return await endpoint.answer(client, request)
+
+        return Starlette(routes=[self._build_route("/mcp", POST=post), self._build_fallback_route()])
 
     def _build_fallback_route(self) -> BaseRoute:
         return Route("/{path:path}", RouteHandler("*", {}, self.metrics))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -36,8 +37,9 @@ from antiphon.runtimes.acp.permissions import (
     choose_option,
     decide,
 )
+from antiphon.runtimes.acp.session_tools import ProgramConnection, SessionTools, SessionToolServer
 from antiphon.runtimes.acp.turn_recorder import Json, TurnRecorder
-from antiphon.runtimes.turns import TurnHost, TurnRuntime
+from antiphon.runtimes.turns import TurnHost, TurnIdentity, TurnRuntime
 
 if TYPE_CHECKING:
     from antiphon.config import AgentConfig, Config
@@ -71,6 +73,8 @@ class LaunchableProgram(Protocol):
     @property
     def is_sandboxed(self) -> bool: ...
     @property
+    def tools_listener(self) -> asyncio.Future[socket.socket] | None: ...
+    @property
     def release_descriptors(self) -> Callable[[], None]: ...
     @property
     def close(self) -> Callable[[], None]: ...
@@ -93,6 +97,7 @@ class AgentSession:
         self._config = agent.runtime.acp
         self._owner = owner
         self._prepared: LaunchableProgram | None = None
+        self._tools: SessionTools | None = None
         self._settling: asyncio.Task[None] | None = None
         self._instructions = ""
         self._recorder: TurnRecorder | None = None
@@ -124,10 +129,14 @@ class AgentSession:
             program, memory = await self._require_program(host)
             blocks = await self._build_blocks(prompt, host, memory, program)
             await self._remember(program, host)
+            if self._tools is not None:
+                self._tools.begin_turn(host.identity)
             return await self._answer(program, blocks, host, deltas)
         finally:
             self.turn = None
             self.used_at = time.monotonic()
+            if self._tools is not None:
+                await self._tools.end_turn()
 
     async def _answer(
         self, program: AcpProgram, blocks: Sequence[Json], host: TurnHost, deltas: Deltas
@@ -291,16 +300,34 @@ class AgentSession:
             finally:
                 prepared.release_descriptors()
             memory = await self._owner.load_memory(self.conversation, self._digest)
-            if memory is not None and not await program.load_session(memory.session_id, prepared.cwd, ()):
+            servers = await self._open_tools(program, prepared, host.identity)
+            if memory is not None and not await program.load_session(
+                memory.session_id, prepared.cwd, servers
+            ):
                 memory = None
             if memory is None:
-                await program.open_session(prepared.cwd, ())
+                await program.open_session(prepared.cwd, servers)
             elif self._latest_cost is None:
                 self._cost = None  # it may count what earlier processes cost
         except BaseException:
             await asyncio.shield(self.end_program())
             raise
         return program, memory
+
+    async def _open_tools(
+        self, program: AcpProgram, prepared: LaunchableProgram, identity: TurnIdentity
+    ) -> Sequence[Json]:
+        """Return the MCP servers of a program that has just been started."""
+        if self._owner.tool_server is None:
+            return ()
+        connection = ProgramConnection(
+            is_alive=lambda: program.is_alive,
+            has_http=program.capabilities.has_mcp_over_http,
+            is_sandboxed=prepared.is_sandboxed,
+            listener=prepared.tools_listener,
+        )
+        self._tools = await self._owner.tool_server.open(identity, connection)
+        return () if self._tools is None else (self._tools.server,)
 
     @property
     def _digest(self) -> str:
@@ -321,6 +348,9 @@ class AgentSession:
         """End the process, if it runs."""
         program, self.program = self.program, None
         prepared, self._prepared = self._prepared, None
+        tools, self._tools = self._tools, None
+        if tools is not None:
+            await tools.close()
         if program is not None:
             await program.close()
         if prepared is not None:
@@ -377,9 +407,17 @@ def _build_message_blocks(message: Message, *, reads_images: bool) -> list[Json]
 class AcpSessions:
     """All processes of ACP agents in this gateway."""
 
-    def __init__(self, config: Config, state_dir: Path, prepare: PrepareProgram) -> None:
+    def __init__(
+        self,
+        config: Config,
+        state_dir: Path,
+        prepare: PrepareProgram,
+        tool_server: SessionToolServer | None = None,
+    ) -> None:
+        """Without `tool_server`, programs are not offered the tools of their sessions."""
         self.processes = ChildProcesses(state_dir, CHILD_PURPOSE, adopts=True)
         self.prepare = prepare
+        self.tool_server = tool_server
         self._config = config
         self._memories = MemoryFiles(state_dir)
         self._sessions: dict[str, AgentSession] = {}

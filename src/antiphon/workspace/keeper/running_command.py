@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from antiphon.child_processes.pipes import open_memory_file
@@ -261,7 +261,7 @@ class CommandProxy:
 
     def __init__(self, rules: HostRules) -> None:
         self._proxy = HostProxy(rules)
-        self._channel: socket.socket | None = None
+        self._channel = ListenerChannel(self._serve)
         self._starting: asyncio.Task[None] | None = None
 
     @property
@@ -270,6 +270,25 @@ class CommandProxy:
 
     def open_channel(self) -> int:
         """Return the descriptor over which the command hands out its socket. The caller closes it."""
+        return self._channel.open()
+
+    def _serve(self, listener: socket.socket) -> None:
+        self._starting = asyncio.ensure_future(self._proxy.start(listener))
+
+    def close(self) -> None:
+        self._channel.close()
+        self._proxy.close()
+
+
+class ListenerChannel:
+    """Takes the listening socket that a command hands out of its sandbox, once."""
+
+    def __init__(self, take: Callable[[socket.socket], None]) -> None:
+        self._take = take
+        self._channel: socket.socket | None = None
+
+    def open(self) -> int:
+        """Return the descriptor that the command is given. The caller closes it."""
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
         asyncio.get_running_loop().add_reader(self._channel, self._receive_listener)
@@ -282,15 +301,11 @@ class CommandProxy:
             if descriptors:
                 listener = socket.socket(fileno=descriptors[0])
                 listener.setblocking(False)
-                self._starting = asyncio.ensure_future(self._proxy.start(listener))
-        self._close_channel()
+                self._take(listener)
+        self.close()
 
-    def _close_channel(self) -> None:
+    def close(self) -> None:
         if self._channel is not None:
             asyncio.get_running_loop().remove_reader(self._channel)
             self._channel.close()
             self._channel = None
-
-    def close(self) -> None:
-        self._close_channel()
-        self._proxy.close()
