@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -38,13 +38,16 @@ from antiphon.engine.toolbox import Tool, Toolbox, ToolOutput, ToolRequest
 from antiphon.errors import AntiphonError, Forbidden, SpawnRefused
 from antiphon.gateway.auth import LOCAL_ADMIN_IDENTITY
 from antiphon.gateway.mcp import SessionProvider, TokenClient
+from antiphon.gateway.program_tools import ProgramTools
 from antiphon.gateway.state import GatewayState
 from antiphon.mcp.server.protocol import build_server
 from antiphon.operations.context import OperationContext
 from antiphon.operations.operations import Operations
 from antiphon.operations.types import SpawnRequest
 from antiphon.runtimes import Prompt
+from antiphon.runtimes.acp.session_tools import ProgramConnection
 from antiphon.runtimes.function import FunctionRuntime
+from antiphon.runtimes.turns import TurnIdentity
 from antiphon.store import Row, Store, Tx
 from antiphon.tools import create_session_tools
 from support.agents_fixture import ScriptedAgent, get_last_user_text, make_agents_config
@@ -287,6 +290,28 @@ class AgentsDirectory:
         async with McpClient(build_server(provider)) as client:
             yield client
 
+    @asynccontextmanager
+    async def connect_program(self, fact: Fact) -> AsyncGenerator[McpClient]:
+        """Open an MCP client that is the program of this session, in a turn."""
+        actor = (await self.gateway.app.operations.sessions.act_as(OPERATOR, fact.key)).actor
+        identity = TurnIdentity(
+            run_id="run",
+            run_number=1,
+            session_key=fact.key,
+            session_id=fact.session_id,
+            first_seq=1,
+            caller=actor.caller,
+            tool_names=actor.tools.keys(),
+            is_resumed=False,
+        )
+        connection = ProgramConnection(
+            is_alive=lambda: True, has_http=True, is_sandboxed=False, listener=None
+        )
+        tools = ProgramTools(self.gateway, identity, connection)
+        tools.begin_turn(identity)
+        async with McpClient(build_server(SessionProvider(tools, self.gateway.closing))) as client:
+            yield client
+
     async def allows(self, caller: Caller, action: Action, reference: str) -> bool:
         try:
             await self.store.read(self.door.open, caller, action, reference)
@@ -383,14 +408,21 @@ async def _check_reach(office: AgentsDirectory, configuration: Settings, me: Fac
         for action in cast(tuple[Action, ...], ("send", "control")):
             allowed = await office.allows(caller, action, it.key)
             assert allowed is may(configuration, me, action, it), (action, me.key, it.key)
-    await _check_mcp(office, me, listed, facts)
+    for connect in office.connect_mcp, office.connect_program:
+        await _check_mcp(office, me, listed, facts, connect)
     for label in "alpha", "beta":
         await _check_label(office, caller, label, [it for it in facts if it.session_id in shown])
 
 
-async def _check_mcp(office: AgentsDirectory, me: Fact, listed: ToolOutput, facts: list[Fact]) -> None:
+async def _check_mcp(
+    office: AgentsDirectory,
+    me: Fact,
+    listed: ToolOutput,
+    facts: list[Fact],
+    connect: Callable[[Fact], AbstractAsyncContextManager[McpClient]],
+) -> None:
     """Through MCP it is shown, reads and is refused exactly the same, as tools and as resources."""
-    async with office.connect_mcp(me) as client:
+    async with connect(me) as client:
         offered = {tool.name for tool in (await client.list_tools()).tools}
         if "sessions_history" not in offered:  # a sub-agent has no session tools
             assert offered == set()

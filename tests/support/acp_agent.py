@@ -4,7 +4,9 @@
 it is cancelled; `deaf` does not even then; `exit` ends the process; `recall` says what it remembers; `cwd`, `pid` and
 `env:NAME` tell about the process; `usage` reports tokens and cost; `spawn` starts a child that outlives it; `none` says
 nothing; `flood:N` sends N kilobytes of text; `late` updates a call that it never announced; `parallel` overlaps two
-calls; `fail` answers with an error.
+calls; `fail` answers with an error; `use:TOOL:JSON` calls a tool of the MCP server that it was given and says what that
+answered, `list` says which tools there are, and `later:TOOL:JSON` calls one when a file `go` appears, and keeps the
+answer in the file `done`.
 
 Its memory is a file per session in the directory `ACP_TEST_MEMORY`, if that is set.
 """
@@ -17,7 +19,8 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,7 @@ class TestAgent:
         self._turns = 0
         self._calls = 0
         self.mcp_servers: list[Any] = []
+        self._later: asyncio.Task[None] | None = None
 
     def on_connect(self, conn: Any) -> None:
         self._client = conn
@@ -142,6 +146,10 @@ class TestAgent:
         }
         if word in told:
             await self._say(session_id, told[word]())
+        elif word in ("use", "list"):
+            await self._say(session_id, await self._call_session_tool(rest))
+        elif word == "later":
+            self._later = asyncio.create_task(self._call_session_tool_later(rest))
         elif word == "think":
             chunk = AgentThoughtChunk(session_update="agent_thought_chunk", content=_text(rest))
             await self._update(session_id, chunk)
@@ -205,6 +213,23 @@ class TestAgent:
         await self._update(session_id, done)
         return True
 
+    async def _call_session_tool_later(self, call: str) -> None:
+        while not Path("go").exists():  # noqa: ASYNC110, ASYNC240
+            await asyncio.sleep(0.02)
+        Path("begun").write_text(await self._call_session_tool(call))  # noqa: ASYNC240
+        Path("begun").rename("done")  # noqa: ASYNC240
+
+    async def _call_session_tool(self, call: str) -> str:
+        """Call a tool, or list the tools, through the only MCP server."""
+        from mcp.client.client import Client
+
+        tool, _separator, arguments = call.partition(":")
+        async with connect(self.mcp_servers[0]) as transport, Client(transport, mode="auto") as client:
+            if not tool:
+                return " ".join(sorted(each.name for each in (await client.list_tools()).tools))
+            result = await client.call_tool(tool, json.loads(arguments or "{}"))
+            return json.dumps(result.structured_content, separators=(",", ":"))
+
     async def _overlap(self, session_id: str) -> None:
         """Begin two calls, say something, and end the second first."""
         for name in ("one", "two"):
@@ -231,9 +256,27 @@ class TestAgent:
         await self._client.session_update(session_id, update)
 
 
+@asynccontextmanager
+async def connect(server: Any) -> AsyncGenerator[Any]:
+    """Yield the transport to an MCP server, as ACP describes it."""
+    if getattr(server, "command", None):
+        from mcp.client.stdio import StdioServerParameters, stdio_client
+
+        environ = {each.name: each.value for each in server.env}
+        yield stdio_client(StdioServerParameters(command=server.command, args=server.args, env=environ))
+        return
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
+
+    headers = {each.name: each.value for each in server.headers}
+    async with httpx2.AsyncClient(headers=headers, timeout=60, trust_env=False) as http:
+        yield streamable_http_client(server.url, http_client=http)
+
+
 def _read_steps(text: str) -> list[str]:
-    """Return the steps of a message; the task of a sub-agent stands on its last line."""
-    return text.strip().splitlines()[-1].split()
+    """Return the steps of a message: its last line, as for the task of a sub-agent, before the mark of a frame's end."""
+    lines = [line for line in text.strip().splitlines() if not line.startswith("<<<end ")]
+    return lines[-1].split()
 
 
 def _text(text: str) -> TextContentBlock:

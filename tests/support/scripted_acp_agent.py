@@ -1,4 +1,7 @@
-"""An ACP agent that needs nothing but the standard library, for places where little else is. It tells what it sees."""
+"""An ACP agent that needs nothing but the standard library, for places where little else is. It tells what it sees.
+
+`list` and `use:TOOL:JSON` go to the MCP server that it was given; `get:PATH` asks that server for another path.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import json
 import os
 import socket
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,12 +38,54 @@ def tunnel(port: str) -> str:
         return proxy.recv(4096).split(b" ")[1].decode()
 
 
+servers: list[dict[str, Any]] = []
+
+
+def open_url(request: urllib.request.Request) -> tuple[int, str]:
+    opener = urllib.request.build_opener()  # by way of the variables of the environment
+    try:
+        with opener.open(request, timeout=60) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def ask_server(method: str, params: dict[str, Any]) -> dict[str, Any]:
+    [server] = servers
+    headers = {each["name"]: each["value"] for each in server["headers"]}
+    headers |= {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+    headers["MCP-Protocol-Version"] = "2025-11-25"
+    body = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
+    _status, text = open_url(urllib.request.Request(server["url"], json.dumps(body).encode(), headers))
+    lines = [line.removeprefix("data:") for line in text.splitlines() if line.startswith("data:")]
+    return json.loads(lines[-1] if lines else text)
+
+
+def list_tools(_: str) -> str:
+    if not servers:
+        return "no server"
+    return " ".join(sorted(tool["name"] for tool in ask_server("tools/list", {})["result"]["tools"]))
+
+
+def use_tool(call: str) -> str:
+    name, _, arguments = call.partition(":")
+    answer = ask_server("tools/call", {"name": name, "arguments": json.loads(arguments or "{}")})
+    return json.dumps(answer["result"]["structuredContent"])
+
+
+def get(path: str) -> str:
+    return str(open_url(urllib.request.Request(servers[0]["url"].replace("/mcp", path)))[0])
+
+
 LOOKS: dict[str, Callable[[str], str]] = {
     "uid": lambda _: str(os.getuid()),
     "cwd": lambda _: str(Path.cwd()),
     "read": read,
     "connect": connect,
     "tunnel": tunnel,
+    "list": list_tools,
+    "use": use_tool,
+    "get": get,
 }
 
 
@@ -49,7 +96,10 @@ def write(message: dict[str, Any]) -> None:
 
 for line in sys.stdin:
     request = json.loads(line)
-    result: dict[str, Any] = {"protocolVersion": 1, "agentCapabilities": {}, "sessionId": "one"}
+    can = {"mcpCapabilities": {"http": "no-http" not in sys.argv}}
+    result: dict[str, Any] = {"protocolVersion": 1, "agentCapabilities": can, "sessionId": "one"}
+    if request.get("method") == "session/new":
+        servers[:] = request["params"]["mcpServers"]
     if request.get("method") == "session/prompt":
         word, _, rest = request["params"]["prompt"][-1]["text"].partition(":")
         content = {"type": "text", "text": LOOKS[word](rest)}
