@@ -1,4 +1,4 @@
-"""Codex and opencode as ACP programs, with a model of the tests."""
+"""Codex, opencode and Qwen as ACP programs, with a model of the tests."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from antiphon.gateway.auth import PROGRAM_SECRET_PREFIX
 from support.acp_agents import BOUND, CODER, OPERATOR, AcpFixture, open_acp_app
 from support.client_models import ClientModel, ScriptedCall
+from support.gateway_http import echo
+from support.gateway_ws import open_gateway
 from support.interop_processes import CACHE, NODE
 from support.mcp_servers import find_processes, wait_until
 from support.model_provider import Answer, Call, Json, Provider
@@ -22,6 +26,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only, pytest.mark.requiremen
 
 PROGRAMS = CACHE / "acp" / "node_modules" / ".bin"
 MARK = "ACP_INTEROP_MARK"
+
+
+DescribeProgram = Callable[[Path, str], dict[str, Any]]
 
 
 def describe(home: Path, program: str, *args: str, **env: str) -> dict[str, Any]:
@@ -64,18 +71,39 @@ def describe_codex(home: Path, model_url: str) -> dict[str, Any]:
     return config
 
 
+def describe_qwen(home: Path, model_url: str) -> dict[str, Any]:
+    """It finds tools by a search of its own, unless that is switched off."""
+    variables = {"OPENAI_API_KEY": "x", "OPENAI_BASE_URL": f"{model_url}/v1", "OPENAI_MODEL": "m"}
+    config = describe(home, "qwen", "--acp", "--auth-type", "openai", **variables)
+    settings = {
+        "tools": {"toolSearch": {"enabled": False}},
+        "general": {"enableAutoUpdate": False},
+        "privacy": {"usageStatisticsEnabled": False},
+    }
+    (home / ".qwen").mkdir()
+    (home / ".qwen" / "settings.json").write_text(json.dumps(settings))
+    return config
+
+
+COMMAND = "touch here && echo from-the-shell"  # Qwen asks for no command that only reads
+
+
 def choose(body: Json) -> Answer:
     """Run a command once, then say what it printed."""
     messages = body["messages"]
-    if not body.get("tools"):
+    names = [tool["function"]["name"] for tool in body.get("tools", [])]
+    shell = next((name for name in names if name in ("bash", "run_shell_command")), None)
+    if shell is None:
         return Answer(text=("title",))
     if messages[-1]["role"] == "tool":
         return Answer(text=(f"It printed {messages[-1]['content']}",))
-    if "command" not in json.dumps(messages[-1]["content"]):
+    if "Run a command." not in json.dumps(messages[-1]["content"]):
         users = json.dumps([message["content"] for message in messages if message["role"] == "user"])
         return Answer(text=(f"Known: {'blue' in users}",))
-    arguments = json.dumps({"command": "echo from-the-shell", "description": "say it"})
-    return Answer(calls=(Call("bash", arguments, f"call_{len(messages)}"),))
+    arguments = {"command": COMMAND, "description": "say it"}
+    if shell == "run_shell_command":
+        arguments["is_background"] = False
+    return Answer(calls=(Call(shell, json.dumps(arguments), f"call_{len(messages)}"),))
 
 
 async def allow_one_call(app: AcpFixture) -> str:
@@ -96,10 +124,13 @@ async def kill_program(app: AcpFixture, home: Path) -> None:
     assert view.state == "ok" or view.error_code == "agent_program_failed", view
 
 
-async def test_opencode_answers_asks_is_stopped_is_killed_and_remembers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("describe_program", [describe_opencode, describe_qwen])
+async def test_a_program_answers_asks_is_stopped_is_killed_and_remembers(
+    tmp_path: Path, describe_program: DescribeProgram
+) -> None:
     home = tmp_path / "home"
     async with Provider(choose=choose).running() as provider:
-        config = describe_opencode(home, provider.url)
+        config = describe_program(home, provider.url)
         async with open_acp_app(tmp_path / "state", config) as app:
             assert "Known: True" in await app.reply("The word is blue.")
             run = await app.say("Run a command.")
@@ -114,7 +145,7 @@ async def test_opencode_answers_asks_is_stopped_is_killed_and_remembers(tmp_path
             assert (await app.wait_for_end(stopped)).state == "cancelled"
             await kill_program(app, home)
             assert "Known: True" in await app.reply("What is the word?")
-        await wait_until(lambda: find_processes(f"{MARK}={home}") == [], "opencode outlives its gateway")
+        await wait_until(lambda: find_processes(f"{MARK}={home}") == [], "the program outlives its gateway")
         async with open_acp_app(tmp_path / "state", config) as app:
             assert "Known: True" in await app.reply("What is the word?")
             told = json.dumps([request.body for request in provider.received])
@@ -130,3 +161,72 @@ async def test_codex_answers_is_killed_and_loads_its_session(tmp_path: Path) -> 
             await kill_program(app, home)
             assert "All done." in await app.reply("Again.")
         await wait_until(lambda: find_processes(f"{MARK}={home}") == [], "Codex outlives its gateway")
+
+
+# --- the tools of the session ---
+
+LIST_AND_SEND = [
+    ScriptedCall("sessions_list", {}),
+    ScriptedCall("sessions_send", {"agentId": "main", "message": "from the program"}),
+]
+MAX_TURNS_WITHOUT_TOOLS = 5
+WITHOUT_TOOLS = "No tools."
+OPEN_SESSIONS = {"tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}}}
+
+
+def choose_session_tool(body: Json) -> Answer:
+    """Make the calls one after the other, then say what they returned."""
+    results = [message["content"] for message in body["messages"] if message["role"] == "tool"]
+    names = [tool["function"]["name"] for tool in body.get("tools", [])]
+    if not any(name.endswith("sessions_list") for name in names):
+        return Answer(text=(WITHOUT_TOOLS,))
+    if len(results) >= len(LIST_AND_SEND):
+        return Answer(text=(f"All done: {results}",))
+    call = LIST_AND_SEND[len(results)]
+    name = next(name for name in names if name.endswith(call.tool))
+    return Answer(calls=(Call(name, json.dumps(call.arguments), f"call_{len(results)}"),))
+
+
+async def use_session_tools(path: Path, config: dict[str, Any]) -> str:
+    """Let the program list sessions and message one, allow what it asks for, and return its answer.
+
+    Qwen connects to MCP servers in the background, so that its first turn may not have their tools yet.
+    """
+    async with open_gateway(path, echo, settings={**config, **OPEN_SESSIONS}) as gateway:
+        app = AcpFixture(gateway.app)
+        for _ in range(MAX_TURNS_WITHOUT_TOOLS):
+            run = await app.say("Message the other agent.")
+            async with asyncio.timeout(BOUND):
+                while not (view := await app.app.operations.runs.get(OPERATOR, run)).has_ended:
+                    for waiting in await app.app.operations.approvals.list(OPERATOR):
+                        await app.app.operations.approvals.resolve(OPERATOR, waiting.id, "allow-once")
+                    check_no_secret_in_command_lines()
+                    await asyncio.sleep(0.05)
+            assert view.state == "ok", view
+            if view.reply != WITHOUT_TOOLS:
+                break
+        heard = json.dumps(await app.transcript("agent:main:main"))
+        assert "from the program" in heard and CODER in heard
+        return view.reply or ""
+
+
+def check_no_secret_in_command_lines() -> None:
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            assert PROGRAM_SECRET_PREFIX.encode() not in file.read_bytes(), file.read_bytes()
+
+
+@pytest.mark.parametrize("describe_program", [describe_opencode, describe_qwen])
+async def test_a_program_lists_and_messages_sessions(
+    tmp_path: Path, describe_program: DescribeProgram
+) -> None:
+    async with Provider(choose=choose_session_tool).running() as provider:
+        config = describe_program(tmp_path / "home", provider.url)
+        told = await use_session_tools(tmp_path / "state", config)
+    assert "All done" in told and "'agent:coder:main'" not in told and "heard" in told, told
+
+
+async def test_codex_lists_and_messages_sessions(tmp_path: Path) -> None:
+    async with ClientModel(LIST_AND_SEND, "All done.").running() as model:
+        told = await use_session_tools(tmp_path / "state", describe_codex(tmp_path / "home", model.url))
+    assert "All done." in told and len(model.results) == 2, (told, model.results)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from antiphon.client import Client, Site
+from antiphon.gateway.auth import PROGRAM_SECRET_PREFIX
 from cli.gateways import Gateway, token, up
 from cli.terminal import Program
 from support.acp_agents import BOUND, CODER, describe_agents
@@ -20,6 +23,7 @@ from support.mcp_servers import find_processes, wait_until
 pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only]
 
 MARK = "ACP_TEST_MARK"
+SCRIPT = Path(__file__).parents[1] / "support" / "scripted_acp_agent.py"
 
 
 @asynccontextmanager
@@ -73,3 +77,66 @@ async def test_no_process_survives_a_kill_and_the_turn_goes_on_with_its_memory(
             assert "cut off" in texts and "not in your memory" not in texts
         assert gateway.stop() == 0
     assert find_processes(f"{MARK}={mark}") == []
+
+
+def call(tool: str, **arguments: Any) -> str:
+    """Return the step of the test's programs that makes a call."""
+    return f"use:{tool}:{json.dumps(arguments, separators=(',', ':'))}"
+
+
+async def reply(client: Client, text: str, key: str) -> str:
+    """Return the answer of the program, the last of its texts."""
+    ended = await wait_for_end(client, await send(client, text, key))
+    assert ended["status"] == "ok", ended
+    found = await client.call("sessions.history", {"key": CODER})
+    content = found["messages"][-1]["content"]
+    return content if isinstance(content, str) else content[-1]["text"]
+
+
+@pytest.mark.requirement("M3", "AT19", "S1")
+@pytest.mark.parametrize("place", ["machine", "sandbox"])
+async def test_a_program_messages_sessions_before_and_after_a_kill_of_the_gateway(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, place: str
+) -> None:
+    """Each process has a secret of its own, which is in no log, configuration or command line."""
+    program = Program(tmp_path, tmp_path_factory.getbasetemp().parent / "antiphon-bytecode")
+    sandbox = {"mode": "all" if place == "sandbox" else "off", "sessionToolsVisibility": "all"}
+    command = (
+        {"command": "/usr/bin/python3", "args": ["-I", "-S", "-c", SCRIPT.read_text()]}
+        if place == "sandbox"
+        else {}
+    )
+    tools = {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}}
+    program.configure(describe_agents(command, {"sandbox": sandbox}, tools=tools))
+    secrets: set[str] = set()
+    for attempt in "1", "2":
+        with up(program) as gateway:
+            async with connect(gateway, program) as client:
+                listed = await reply(client, call("sessions_list"), f"list{attempt}")
+                assert "main" in listed, listed
+                quiet = {"replyBack": 0, "announce": "none"}
+                message = call("sessions_send", agentId="main", message=f"say-{attempt}", **quiet)
+                sent = json.loads(await reply(client, message, f"send{attempt}"))
+                assert sent["status"] == "ok" and sent["sessionKey"] == "agent:main:main", sent
+                if place == "machine":
+                    secrets |= set(
+                        re.findall(
+                            f'{PROGRAM_SECRET_PREFIX}[^"]+', await reply(client, "mcp", f"mcp{attempt}")
+                        )
+                    )
+                    config = await client.call("config.get", {})
+                    assert PROGRAM_SECRET_PREFIX not in json.dumps(config)
+                assert find_command_lines(PROGRAM_SECRET_PREFIX) == []
+            gateway.process.kill()
+            _out, log = gateway.process.communicate(timeout=BOUND)
+            assert PROGRAM_SECRET_PREFIX not in log
+        await wait_until(lambda: find_processes(str(tmp_path)) == [], "processes outlive the gateway")
+    assert len(secrets) == (2 if place == "machine" else 0)
+
+
+def find_command_lines(text: str) -> list[bytes]:
+    found: list[bytes] = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found.append(file.read_bytes())
+    return [line for line in found if text.encode() in line]
