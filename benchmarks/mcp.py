@@ -1,4 +1,4 @@
-"""What the Model Context Protocol costs: nothing without servers, little to serve sessions, little to call a tool.
+"""What MCP and ACP cost: nothing without servers, little to serve sessions, to call a tool, to run a program's turn.
 
 uv run python benchmarks/mcp.py            all of it, about a minute
 uv run python benchmarks/mcp.py --quick    small sizes
@@ -28,19 +28,26 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.mcp_servers import SCRIPTED_SERVER_FILE, run_http_server
 
 from antiphon.access import Caller
+from antiphon.app import open_app
 from antiphon.clock import SystemClock
 from antiphon.config import parse
 from antiphon.engine.toolbox import Toolbox, ToolRequest
 from antiphon.mcp.servers import McpServers
+from antiphon.operations.types import IncomingMessage
+from antiphon.runtimes import Prompt
+from antiphon.runtimes.function import FunctionRuntime
 from antiphon.store.sqlite.store import SqliteStore
 from antiphon.workspace.sandbox import Sandboxes
 from core import fill_sessions
 from figures import Figure, at_most, main, timed
 from gateway import Up, up
 
-COUNTS = {"starts": 9, "sessions": 2_000, "calls": 400}
-QUICK = {"starts": 3, "sessions": 500, "calls": 100}
+COUNTS = {"starts": 9, "sessions": 2_000, "calls": 400, "turns": 400}
+QUICK = {"starts": 3, "sessions": 500, "calls": 100, "turns": 100}
+TURNS_PER_SERIES = 10
 MAIN = Caller.agent("main", "agent:main:main")
+OPERATOR = Caller.operator()
+SCRIPTED_AGENT_FILE = SCRIPTED_SERVER_FILE.with_name("scripted_acp_agent.py")
 REVISION = "2026-07-28"
 CLIENT_META = {
     "io.modelcontextprotocol/protocolVersion": REVISION,
@@ -271,5 +278,49 @@ async def _raw_address(url: str) -> AsyncGenerator[Callable[[], Awaitable[None]]
         yield ask
 
 
+async def turns(counts: dict[str, int]) -> list[Figure]:
+    """The gateway's CPU time for a turn of a minimal ACP program, less that for one of a Python function.
+
+    A function reads the history in every turn and a program does not, so the function's sessions are short.
+    """
+
+    async def answer(_: Prompt) -> str:
+        return "/"
+
+    program = {"command": sys.executable, "args": ["-I", "-S", str(SCRIPTED_AGENT_FILE)], "cwd": "/"}
+    agents = [{"id": "main"}, {"id": "coder", "runtime": {"type": "acp", "acp": program}}]
+    config, _ = parse({"agents": {"list": agents}})
+    functions = {"main": FunctionRuntime(answer)}
+    own: list[float] = []
+    added: list[float] = []
+    walls: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        async with open_app(config, Path(folder), functions=functions) as app:
+
+            async def turn(session: str) -> None:
+                message = IncomingMessage(session=session, content="cwd")
+                accepted = await app.operations.messages.submit(OPERATOR, message)
+                view = await app.operations.runs.wait(OPERATOR, accepted.run_id, 60)
+                assert (view.reply or "").strip() == "/", view
+
+            async def measure(session: str) -> float:
+                before = time.process_time()
+                walls[:] = await timed(lambda: turn(session), TURNS_PER_SERIES)
+                return (time.process_time() - before) * 1000 / TURNS_PER_SERIES
+
+            await turn("agent:coder:main")  # imports the library and starts the process
+            for number in range(
+                counts["turns"] // TURNS_PER_SERIES
+            ):  # alternately, for other work comes and goes
+                await turn(f"agent:main:direct:{number}")  # creates the session
+                own.append(await measure(f"agent:main:direct:{number}"))
+                added.append(await measure("agent:coder:main") - own[-1])
+    what = f"CPU that an ACP program adds to {statistics.median(own):.2f} ms"
+    return [
+        at_most(what, statistics.median(added), "ms", 10),
+        at_most("… its turn, wall clock, p50", statistics.median(walls), "ms", 50),
+    ]
+
+
 if __name__ == "__main__":
-    main(__doc__, {"nothing": nothing, "lists": lists, "calls": calls}, COUNTS, QUICK)
+    main(__doc__, {"nothing": nothing, "lists": lists, "calls": calls, "turns": turns}, COUNTS, QUICK)

@@ -305,7 +305,11 @@ class AgentsDirectory:
             is_resumed=False,
         )
         connection = ProgramConnection(
-            is_alive=lambda: True, has_http=True, is_sandboxed=False, listener=None
+            is_alive=lambda: True,
+            has_http=True,
+            keeps_headers_private=True,
+            is_sandboxed=False,
+            listener=None,
         )
         tools = ProgramTools(self.gateway, identity, connection)
         tools.begin_turn(identity)

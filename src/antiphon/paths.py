@@ -12,6 +12,7 @@ CONFIG_FILE_NAME, DATABASE_FILE_NAME, LOG_FILE_NAME = (
     "antiphon.db",
     "antiphon.log",
 )  # in the state directory
+PROGRAM_SECRETS_DIRECTORY_NAME = "program-secrets"
 REPLICAS_DIRECTORY_NAME = (
     "replicas"  # subdirectories of gateways that share a store with others on the same machine
 )

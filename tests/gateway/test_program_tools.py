@@ -57,17 +57,28 @@ def call(tool: str, **arguments: Any) -> str:
     return f"use:{tool}:{text}"
 
 
-async def find_secret(app: AcpFixture) -> str:
-    [server] = json.loads(await app.reply("mcp"))
-    [header] = server["headers"]
-    return header["value"].removeprefix("Bearer ")
+async def find_secret(app: AcpFixture, session: str = CODER) -> str:
+    """Return what a program was told as a header, or the file that its bridge reads."""
+    [server] = json.loads(await app.reply("mcp", session))
+    if "args" in server:
+        return Path(server["args"][-1]).read_text()  # noqa: ASYNC240
+    return server["headers"][0]["value"].removeprefix("Bearer ")
 
 
 @pytest.mark.requirement("M2", "S1")
-@pytest.mark.parametrize("transport", ["http", "stdio"])
-async def test_a_program_lists_and_messages_sessions(tmp_path: Path, transport: str) -> None:
-    program = {"env": {"ACP_TEST_MODE": transport}}
+@pytest.mark.parametrize(
+    ("program", "transport"),
+    [
+        ({"agent": "codex"}, "headers"),
+        ({"agent": "codex", "env": {"ACP_TEST_MODE": "stdio"}}, "args"),
+        ({"agent": "claude"}, "args"),  # which shows headers to every user of the machine
+        ({}, "args"),
+    ],
+)
+async def test_a_program_lists_and_messages_sessions(tmp_path: Path, program: Json, transport: str) -> None:
     async with open_program_gateway(tmp_path, program=program) as (gateway, app):
+        [server] = json.loads(await app.reply("mcp"))
+        assert transport in server and PROGRAM_SECRET_PREFIX not in json.dumps(server.get("args", []))
         assert await app.reply("list") == EVERY_TOOL
         listed = json.loads(await app.reply(call("sessions_list")))
         assert [row["key"] for row in listed["sessions"]] == ["main"]  # as its agent names it
@@ -214,17 +225,34 @@ async def test_the_secret_opens_nothing_but_the_tools_of_its_session(tmp_path: P
         async with connect_mcp(gateway.served.url, secret) as client:
             assert len((await client.list_tools()).tools) == len(TOOL_NAMES)
             assert (await use_tool(client, "sessions_list"))["code"] == "conflict"  # no turn is running
-            with pytest.raises(MCPError, match="no resource|No turn"):
+            with pytest.raises(MCPError, match=r"no resource|No turn"):
                 await client.read_resource(f"antiphon://sessions/{MAIN}/history")
         assert (await call_list(gateway, secret[:-1])).status_code == 401
         # Only hooks, which have a limit of their own, count it: a program must not lock its owner out.
         assert gateway.served.gateway.authenticator.refused_count == 2
 
 
+@pytest.mark.requirement("SEC4")
+async def test_a_secret_in_a_file_is_private_and_leaves_with_its_program(tmp_path: Path) -> None:
+    async with open_program_gateway(tmp_path) as (_, app):
+        [server] = json.loads(await app.reply("mcp"))
+        file = Path(server["args"][-1])
+        modes = [path.stat().st_mode & 0o777 for path in (file, file.parent)]
+        assert modes == [0o600, 0o700]
+        await app.app.operations.conversations.reset(OPERATOR, CODER)
+        await find_secret(app)
+        assert not file.exists()
+        left = file.with_name("of-a-killed-gateway")
+        left.write_text(PROGRAM_SECRET_PREFIX)
+    async with open_program_gateway(tmp_path) as (_, app):
+        assert await app.reply("say:ready") == "ready"
+        assert not left.exists()  # noqa: ASYNC240
+
+
 @pytest.mark.requirement("SEC4", "AT19")
 async def test_the_secret_is_void_when_the_program_has_ended(tmp_path: Path) -> None:
-    auth = {"gateway": {"auth": {"mode": "none"}}}  # where every other request is the owner's
-    async with open_program_gateway(tmp_path, **auth) as (gateway, app):
+    auth = {"auth": {"mode": "none"}}  # where every other request is the owner's
+    async with open_program_gateway(tmp_path, gateway=auth) as (gateway, app):
         secret = await find_secret(app)
         assert (await call_list(gateway, secret)).status_code == 200
         os.kill(int(await app.reply("pid")), signal.SIGKILL)
@@ -246,8 +274,7 @@ async def test_the_secret_is_void_when_the_program_has_ended(tmp_path: Path) -> 
 async def test_every_session_has_a_secret_of_its_own(tmp_path: Path) -> None:
     async with open_program_gateway(tmp_path, tools={}) as (gateway, app):
         mine = await find_secret(app)
-        [server] = json.loads(await app.reply("mcp", OTHER))
-        other = server["headers"][0]["value"].removeprefix("Bearer ")
+        other = await find_secret(app, OTHER)
         assert mine != other
         for secret, key in ((mine, CODER), (other, OTHER)):
             assert (await call_list(gateway, secret, **{"X-Antiphon-Session-Key": key})).status_code == 200

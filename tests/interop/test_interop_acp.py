@@ -1,4 +1,4 @@
-"""Codex, opencode and Qwen as ACP programs, with a model of the tests."""
+"""Codex, Claude, opencode and Qwen as ACP programs, with a model of the tests."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only, pytest.mark.requiremen
 
 PROGRAMS = CACHE / "acp" / "node_modules" / ".bin"
 MARK = "ACP_INTEROP_MARK"
+KNOWN_NAMES = {"opencode": "opencode", "codex-acp": "codex", "qwen": "qwen", "claude-agent-acp": "claude"}
 
 
 DescribeProgram = Callable[[Path, str], dict[str, Any]]
@@ -37,6 +38,7 @@ def describe(home: Path, program: str, *args: str, **env: str) -> dict[str, Any]
     work.mkdir(parents=True)
     variables = {"HOME": str(home), "PATH": f"{NODE.parent}:/usr/bin:/bin", MARK: str(home), **env}
     acp = {"command": str(PROGRAMS / program), "args": list(args), "cwd": str(work), "env": variables}
+    acp["agent"] = KNOWN_NAMES[program]  # which decides how it is told the secret of its session's tools
     return {"agents": {"list": [{"id": "main"}, {"id": "coder", "runtime": {"type": "acp", "acp": acp}}]}}
 
 
@@ -71,6 +73,19 @@ def describe_codex(home: Path, model_url: str) -> dict[str, Any]:
     return config
 
 
+def describe_claude(home: Path, model_url: str) -> dict[str, Any]:
+    return describe(
+        home,
+        "claude-agent-acp",
+        ANTHROPIC_BASE_URL=model_url,
+        ANTHROPIC_API_KEY="none",
+        ANTHROPIC_MODEL="m",
+        DISABLE_AUTOUPDATER="1",
+        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+        ENABLE_TOOL_SEARCH="false",
+    )
+
+
 def describe_qwen(home: Path, model_url: str) -> dict[str, Any]:
     """It finds tools by a search of its own, unless that is switched off."""
     variables = {"OPENAI_API_KEY": "x", "OPENAI_BASE_URL": f"{model_url}/v1", "OPENAI_MODEL": "m"}
@@ -100,7 +115,7 @@ def choose(body: Json) -> Answer:
     if "Run a command." not in json.dumps(messages[-1]["content"]):
         users = json.dumps([message["content"] for message in messages if message["role"] == "user"])
         return Answer(text=(f"Known: {'blue' in users}",))
-    arguments = {"command": COMMAND, "description": "say it"}
+    arguments: Json = {"command": COMMAND, "description": "say it"}
     if shell == "run_shell_command":
         arguments["is_background"] = False
     return Answer(calls=(Call(shell, json.dumps(arguments), f"call_{len(messages)}"),))
@@ -194,6 +209,7 @@ async def use_session_tools(path: Path, config: dict[str, Any]) -> str:
     """
     async with open_gateway(path, echo, settings={**config, **OPEN_SESSIONS}) as gateway:
         app = AcpFixture(gateway.app)
+        answer = WITHOUT_TOOLS
         for _ in range(MAX_TURNS_WITHOUT_TOOLS):
             run = await app.say("Message the other agent.")
             async with asyncio.timeout(BOUND):
@@ -203,11 +219,11 @@ async def use_session_tools(path: Path, config: dict[str, Any]) -> str:
                     check_no_secret_in_command_lines()
                     await asyncio.sleep(0.05)
             assert view.state == "ok", view
-            if view.reply != WITHOUT_TOOLS:
+            if (answer := view.reply or "") != WITHOUT_TOOLS:
                 break
         heard = json.dumps(await app.transcript("agent:main:main"))
         assert "from the program" in heard and CODER in heard
-        return view.reply or ""
+        return answer
 
 
 def check_no_secret_in_command_lines() -> None:
@@ -226,7 +242,10 @@ async def test_a_program_lists_and_messages_sessions(
     assert "All done" in told and "'agent:coder:main'" not in told and "heard" in told, told
 
 
-async def test_codex_lists_and_messages_sessions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("describe_program", [describe_codex, describe_claude])
+async def test_codex_and_claude_list_and_message_sessions(
+    tmp_path: Path, describe_program: DescribeProgram
+) -> None:
     async with ClientModel(LIST_AND_SEND, "All done.").running() as model:
-        told = await use_session_tools(tmp_path / "state", describe_codex(tmp_path / "home", model.url))
+        told = await use_session_tools(tmp_path / "state", describe_program(tmp_path / "home", model.url))
     assert "All done." in told and len(model.results) == 2, (told, model.results)

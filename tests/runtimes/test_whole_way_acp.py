@@ -94,18 +94,15 @@ async def reply(client: Client, text: str, key: str) -> str:
 
 
 @pytest.mark.requirement("M3", "AT19", "S1")
-@pytest.mark.parametrize("place", ["machine", "sandbox"])
+@pytest.mark.parametrize("place", ["header", "bridge", "sandbox"])
 async def test_a_program_messages_sessions_before_and_after_a_kill_of_the_gateway(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, place: str
 ) -> None:
     """Each process has a secret of its own, which is in no log, configuration or command line."""
     program = Program(tmp_path, tmp_path_factory.getbasetemp().parent / "antiphon-bytecode")
     sandbox = {"mode": "all" if place == "sandbox" else "off", "sessionToolsVisibility": "all"}
-    command = (
-        {"command": "/usr/bin/python3", "args": ["-I", "-S", "-c", SCRIPT.read_text()]}
-        if place == "sandbox"
-        else {}
-    )
+    scripted = {"command": "/usr/bin/python3", "args": ["-I", "-S", "-c", SCRIPT.read_text()]}
+    command = {"header": {"agent": "codex"}, "bridge": {}, "sandbox": scripted}[place]
     tools = {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}}
     program.configure(describe_agents(command, {"sandbox": sandbox}, tools=tools))
     secrets: set[str] = set()
@@ -118,7 +115,7 @@ async def test_a_program_messages_sessions_before_and_after_a_kill_of_the_gatewa
                 message = call("sessions_send", agentId="main", message=f"say-{attempt}", **quiet)
                 sent = json.loads(await reply(client, message, f"send{attempt}"))
                 assert sent["status"] == "ok" and sent["sessionKey"] == "agent:main:main", sent
-                if place == "machine":
+                if place == "header":
                     secrets |= set(
                         re.findall(
                             f'{PROGRAM_SECRET_PREFIX}[^"]+', await reply(client, "mcp", f"mcp{attempt}")
@@ -131,7 +128,7 @@ async def test_a_program_messages_sessions_before_and_after_a_kill_of_the_gatewa
             _out, log = gateway.process.communicate(timeout=BOUND)
             assert PROGRAM_SECRET_PREFIX not in log
         await wait_until(lambda: find_processes(str(tmp_path)) == [], "processes outlive the gateway")
-    assert len(secrets) == (2 if place == "machine" else 0)
+    assert len(secrets) == (2 if place == "header" else 0)
 
 
 def find_command_lines(text: str) -> list[bytes]:

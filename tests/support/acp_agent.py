@@ -274,7 +274,7 @@ async def connect(server: Any) -> AsyncGenerator[Any]:
 
 
 def _read_steps(text: str) -> list[str]:
-    """Return the steps of a message: its last line, as for the task of a sub-agent, before the mark of a frame's end."""
+    """Return the steps of a message: its last line, as in the task of a sub-agent, before the end of a frame."""
     lines = [line for line in text.strip().splitlines() if not line.startswith("<<<end ")]
     return lines[-1].split()
 

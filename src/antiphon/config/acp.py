@@ -25,6 +25,9 @@ KNOWN_PROGRAMS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 """The command of each program that has a name, and what installs it."""
 
+PROGRAMS_WITH_PRIVATE_HEADERS = frozenset({"codex", "opencode", "qwen"})
+"""Programs that were seen to keep the headers of MCP servers out of command lines, which every user can read."""
+
 
 class AcpProgramConfig(Section):
     """The program that answers for an agent: one that is known by its name, or any command."""
@@ -56,6 +59,10 @@ class AcpProgramConfig(Section):
         """The name of a known program, if it is one."""
         name = None if self.agent is None else self.agent.lower()
         return name if name in KNOWN_PROGRAMS else None
+
+    @property
+    def keeps_headers_private(self) -> bool:
+        return self.known_name in PROGRAMS_WITH_PRIVATE_HEADERS
 
     @property
     def argv(self) -> tuple[str, ...]:

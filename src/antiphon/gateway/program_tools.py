@@ -1,8 +1,9 @@
 """Offers the programs of ACP agents the tools of their own sessions, over MCP.
 
 A program on this machine uses `/mcp` with a secret that is valid there only, for its session only, and while it runs
-only. A program in a sandbox opens a socket on the loopback inside, which nothing else can reach, and is answered there
-without any secret; the rest of the gateway stays out of its reach.
+only. It is told the secret as a header, or starts `antiphon mcp serve`, which reads it from a private file: it is never
+in a command line, where every user could read it. A program in a sandbox opens a socket on the loopback inside, which
+nothing else can reach, and is answered there without any secret; the rest of the gateway stays out of its reach.
 
 Calls belong to the run of the program's turn, as those of a model do: its chain, its waits, its end. Between turns they
 are refused.
@@ -14,10 +15,13 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import os
 import secrets
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -39,6 +43,7 @@ from antiphon.gateway.mcp import (
     select_offered_tools,
 )
 from antiphon.gateway.state import GatewayState
+from antiphon.paths import PROGRAM_SECRETS_DIRECTORY_NAME
 from antiphon.runtimes.acp.session_tools import ProgramConnection
 from antiphon.runtimes.turns import TurnIdentity
 from antiphon.workspace.sandbox_network import TOOLS_HOST, TOOLS_PORT
@@ -50,7 +55,6 @@ MAX_CALLS_PER_PROGRAM = 16  # at the same time
 MAX_CONNECTIONS_PER_PROGRAM = 16  # from a sandbox
 GATEWAY_START_TIMEOUT_SECONDS = 30.0  # a turn may be resumed before the gateway listens
 LISTENER_TIMEOUT_SECONDS = 5.0  # for a socket that was opened before the program answered
-CLOSE_TIMEOUT_SECONDS = 5.0
 
 
 class _Endpoint(msgspec.Struct, frozen=True):
@@ -71,8 +75,11 @@ class ProgramToolServer:
         self._programs: dict[bytes, ProgramTools] = {}
         """By the digest of their secret, so that the time of a search tells nothing about a secret."""
 
-    def attach(self, gateway: GatewayState, url: str, build_app: Callable[[McpClient], ASGIApp]) -> None:
-        """Begin to offer tools, when the gateway listens."""
+    async def attach(
+        self, gateway: GatewayState, url: str, build_app: Callable[[McpClient], ASGIApp]
+    ) -> None:
+        """Begin to offer tools, when the gateway listens. Secrets that a killed one left behind are void."""
+        await asyncio.to_thread(shutil.rmtree, _get_secrets_directory(gateway), ignore_errors=True)
         self._endpoint.set_result(_Endpoint(gateway, url, build_app))
 
     async def open(self, identity: TurnIdentity, connection: ProgramConnection) -> ProgramTools | None:
@@ -86,14 +93,22 @@ class ProgramToolServer:
             return None
         if connection.is_sandboxed:
             return await self._serve_sandboxed(tools, endpoint, connection)
-        digest, secret = _create_secret()
+        secret = PROGRAM_SECRET_PREFIX + secrets.token_urlsafe(32)
+        digest, file = _compute_digest(secret), None
+        if connection.has_http and connection.keeps_headers_private:
+            server = build_http_server(f"{endpoint.url}/mcp", secret)
+        else:
+            file = _get_secrets_directory(endpoint.gateway) / secrets.token_hex(8)
+            await asyncio.to_thread(_write_secret, file, secret)
+            server = build_stdio_server(endpoint.url, file)
+
+        def release() -> None:
+            self._programs.pop(digest, None)
+            if file is not None:
+                file.unlink(missing_ok=True)
+
         self._programs[digest] = tools
-        tools.offer(
-            build_http_server(f"{endpoint.url}/mcp", secret)
-            if connection.has_http
-            else build_stdio_server(endpoint.url, secret),
-            lambda: self._programs.pop(digest, None),
-        )
+        tools.offer(server, release)
         return tools
 
     async def _serve_sandboxed(
@@ -208,7 +223,7 @@ class ProgramTools:
         finally:
             await cancel_and_wait(task)
         if task.cancelled():
-            raise Conflict("The turn has ended.", "What was sent has been delivered; do not send it again.")
+            raise Conflict("The turn has ended.", "Look what the call has done before you repeat it.")
         return task.result()
 
 
@@ -254,19 +269,21 @@ def build_http_server(url: str, secret: str | None) -> dict[str, Any]:
     return {"type": "http", "name": SERVER_NAME, "url": url, "headers": headers}
 
 
-def build_stdio_server(url: str, secret: str) -> dict[str, Any]:
+def build_stdio_server(url: str, secret_file: Path) -> dict[str, Any]:
     """Return the bridge of this installation. Without `-P`, a package in the program's directory could replace it."""
-    return {
-        "name": SERVER_NAME,
-        "command": sys.executable,
-        "args": ["-P", "-m", "antiphon", "mcp", "serve", "--url", url],
-        "env": [{"name": "ANTIPHON_TOKEN", "value": secret}],
-    }
+    bridge = ["-P", "-m", "antiphon", "mcp", "serve", "--url", url, "--token-file", str(secret_file)]
+    return {"name": SERVER_NAME, "command": sys.executable, "args": bridge, "env": []}
 
 
-def _create_secret() -> tuple[bytes, str]:
-    secret = PROGRAM_SECRET_PREFIX + secrets.token_urlsafe(32)
-    return _compute_digest(secret), secret
+def _get_secrets_directory(gateway: GatewayState) -> Path:
+    return gateway.state_dir.absolute() / PROGRAM_SECRETS_DIRECTORY_NAME
+
+
+def _write_secret(file: Path, secret: str) -> None:
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(secret)
 
 
 def _compute_digest(secret: str) -> bytes:

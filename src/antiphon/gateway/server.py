@@ -141,7 +141,7 @@ async def _serve_app(
             gateway, hub, _UvicornServer(_build_uvicorn_config(app, max_connections)), listener, url
         ) as served,
     ):
-        program_tools.attach(gateway, url.replace("ws://", "http://", 1), app.http.build_program_app)
+        await program_tools.attach(gateway, url.replace("ws://", "http://", 1), app.http.build_program_app)
         yield served
 
 

@@ -21,6 +21,8 @@ class ProgramConnection(msgspec.Struct, frozen=True, kw_only=True):
     is_alive: Callable[[], bool]
     has_http: bool
     """Whether it connects to MCP servers over HTTP, not only to those that it starts."""
+    keeps_headers_private: bool
+    """Whether it can be told a secret as a header; some programs pass headers on as arguments of a process."""
     is_sandboxed: bool
     listener: asyncio.Future[socket.socket] | None
     """The socket that it opens in its sandbox, if it can."""

@@ -323,6 +323,7 @@ class AgentSession:
         connection = ProgramConnection(
             is_alive=lambda: program.is_alive,
             has_http=program.capabilities.has_mcp_over_http,
+            keeps_headers_private=self._config.keeps_headers_private,
             is_sandboxed=prepared.is_sandboxed,
             listener=prepared.tools_listener,
         )
