@@ -155,7 +155,8 @@ CONTRACT: dict[str, tuple[Part, str]] = {
         "tools",
         "An agent can be an ACP program: a process per session, in the sandbox when the session is, its conversation"
         " loaded after a restart, its text and calls in the transcript, its permission requests under the policy for"
-        " commands; it can be spawned. `antiphon acp` makes any agent an ACP agent for an editor.",
+        " commands; it can be spawned. During its turns it can use the session tools, with the rights of its session"
+        " alone. `antiphon acp` makes any agent an ACP agent for an editor.",
     ),
     "T8": ("tools", "A typed Python function marked with antiphon.tool is a tool, loaded from tools.python."),
     "B1": (

@@ -241,12 +241,12 @@ async def test_a_secret_in_a_file_is_private_and_leaves_with_its_program(tmp_pat
         assert modes == [0o600, 0o700]
         await app.app.operations.conversations.reset(OPERATOR, CODER)
         await find_secret(app)
-        assert not file.exists()
+        assert not file.exists()  # noqa: ASYNC240
         left = file.with_name("of-a-killed-gateway")
         left.write_text(PROGRAM_SECRET_PREFIX)
     async with open_program_gateway(tmp_path) as (_, app):
         assert await app.reply("say:ready") == "ready"
-        assert not left.exists()  # noqa: ASYNC240
+        assert not left.exists()
 
 
 @pytest.mark.requirement("SEC4", "AT19")

@@ -13,8 +13,13 @@ from typing import Any
 
 import pytest
 
+from antiphon.client import Client
+from antiphon.errors import AntiphonError
 from antiphon.gateway.auth import PROGRAM_SECRET_PREFIX
+from cli.gateways import up
+from cli.terminal import Program
 from support.acp_agents import BOUND, CODER, OPERATOR, AcpFixture, open_acp_app
+from support.acp_gateways import connect, reply, send, wait_for_end
 from support.client_models import ClientModel, ScriptedCall
 from support.gateway_http import echo
 from support.gateway_ws import open_gateway
@@ -249,3 +254,42 @@ async def test_codex_and_claude_list_and_message_sessions(
     async with ClientModel(LIST_AND_SEND, "All done.").running() as model:
         told = await use_session_tools(tmp_path / "state", describe_program(tmp_path / "home", model.url))
     assert "All done." in told and len(model.results) == 2, (told, model.results)
+
+
+# --- behind a real gateway ---
+
+
+async def allow_all_until(client: Client, ending: asyncio.Task[dict[str, Any]]) -> None:
+    while not ending.done():
+        for waiting in await client.call("exec.approval.list", {}):
+            decision = {"id": waiting["id"], "decision": "allow-once"}
+            with suppress(AntiphonError):  # a question of the killed gateway, which has ended meanwhile
+                await client.call("exec.approval.resolve", decision)
+        await asyncio.wait([ending], timeout=0.05)
+    assert ending.result()["status"] == "ok", ending.result()
+
+
+@pytest.mark.parametrize("describe_program", [describe_opencode, describe_qwen])
+async def test_a_turn_goes_on_after_a_kill_of_the_gateway(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, describe_program: DescribeProgram
+) -> None:
+    home = tmp_path / "home"
+    program = Program(tmp_path, tmp_path_factory.getbasetemp().parent / "antiphon-bytecode")
+    async with Provider(choose=choose).running() as provider:
+        program.configure(describe_program(home, provider.url))
+        with up(program) as gateway:
+            async with connect(gateway, program) as client:
+                assert "Known: True" in await reply(client, "The word is blue.", "1")
+                cut_off = await send(client, "Run a command.", "2")
+                async with asyncio.timeout(BOUND):
+                    while not await client.call("exec.approval.list", {}):  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+            gateway.stop(signal.SIGKILL)
+        await wait_until(lambda: find_processes(f"{MARK}={home}") == [], "the program outlives its gateway")
+        with up(program) as gateway:
+            async with connect(gateway, program) as client:
+                await allow_all_until(client, asyncio.create_task(wait_for_end(client, cut_off)))
+                assert "Known: True" in await reply(client, "What is the word?", "3")
+        told = json.dumps([request.body for request in provider.received])
+        assert "cut off" in told and "not in your memory" not in told
+    await wait_until(lambda: find_processes(f"{MARK}={home}") == [], "the program outlives its gateway")

@@ -6,44 +6,24 @@ import json
 import os
 import re
 import signal
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from antiphon.client import Client, Site
+from antiphon.client import Client
 from antiphon.gateway.auth import PROGRAM_SECRET_PREFIX
-from cli.gateways import Gateway, token, up
+from cli.gateways import up
 from cli.terminal import Program
 from support.acp_agents import BOUND, CODER, describe_agents
+from support.acp_gateways import connect, reply, send, wait_for_end
 from support.mcp_servers import find_processes, wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only]
 
 MARK = "ACP_TEST_MARK"
 SCRIPT = Path(__file__).parents[1] / "support" / "scripted_acp_agent.py"
-
-
-@asynccontextmanager
-async def connect(gateway: Gateway, program: Program) -> AsyncGenerator[Client]:
-    async def find() -> Site:
-        return Site(gateway.url, token(program))
-
-    async with Client(find) as client:
-        yield client
-
-
-async def send(client: Client, text: str, key: str) -> str:
-    sent = await client.call("chat.send", {"sessionKey": CODER, "message": text, "idempotencyKey": key})
-    return sent["runId"]
-
-
-async def wait_for_end(client: Client, run_id: str) -> dict[str, Any]:
-    return await client.call(
-        "agent.wait", {"runId": run_id, "timeoutMs": int(BOUND * 1000)}, seconds=BOUND + 5
-    )
 
 
 async def read_texts(client: Client) -> list[str]:
@@ -82,15 +62,6 @@ async def test_no_process_survives_a_kill_and_the_turn_goes_on_with_its_memory(
 def call(tool: str, **arguments: Any) -> str:
     """Return the step of the test's programs that makes a call."""
     return f"use:{tool}:{json.dumps(arguments, separators=(',', ':'))}"
-
-
-async def reply(client: Client, text: str, key: str) -> str:
-    """Return the answer of the program, the last of its texts."""
-    ended = await wait_for_end(client, await send(client, text, key))
-    assert ended["status"] == "ok", ended
-    found = await client.call("sessions.history", {"key": CODER})
-    content = found["messages"][-1]["content"]
-    return content if isinstance(content, str) else content[-1]["text"]
 
 
 @pytest.mark.requirement("M3", "AT19", "S1")
