@@ -24,7 +24,7 @@ from support.client_models import ClientModel, ScriptedCall
 from support.gateway_http import echo
 from support.gateway_ws import open_gateway
 from support.interop_processes import CACHE, NODE
-from support.mcp_servers import find_processes, wait_until
+from support.mcp_servers import find_command_lines, find_processes, wait_until
 from support.model_provider import Answer, Call, Json, Provider
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only, pytest.mark.requirement("M3", "AT19")]
@@ -221,20 +221,15 @@ async def use_session_tools(path: Path, config: dict[str, Any]) -> str:
                 while not (view := await app.app.operations.runs.get(OPERATOR, run)).has_ended:
                     for waiting in await app.app.operations.approvals.list(OPERATOR):
                         await app.app.operations.approvals.resolve(OPERATOR, waiting.id, "allow-once")
-                    check_no_secret_in_command_lines()
+                    assert find_command_lines(PROGRAM_SECRET_PREFIX) == []
                     await asyncio.sleep(0.05)
             assert view.state == "ok", view
             if (answer := view.reply or "") != WITHOUT_TOOLS:
                 break
         heard = json.dumps(await app.transcript("agent:main:main"))
         assert "from the program" in heard and CODER in heard
-        return answer
-
-
-def check_no_secret_in_command_lines() -> None:
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            assert PROGRAM_SECRET_PREFIX.encode() not in file.read_bytes(), file.read_bytes()
+    await wait_until(lambda: find_processes(str(path)) == [], "a bridge outlives its gateway")
+    return answer
 
 
 @pytest.mark.parametrize("describe_program", [describe_opencode, describe_qwen])

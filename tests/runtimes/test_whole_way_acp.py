@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from cli.gateways import up
 from cli.terminal import Program
 from support.acp_agents import BOUND, CODER, describe_agents
 from support.acp_gateways import connect, reply, send, wait_for_end
-from support.mcp_servers import find_processes, wait_until
+from support.mcp_servers import find_command_lines, find_processes, wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only]
 
@@ -100,11 +99,3 @@ async def test_a_program_messages_sessions_before_and_after_a_kill_of_the_gatewa
             assert PROGRAM_SECRET_PREFIX not in log
         await wait_until(lambda: find_processes(str(tmp_path)) == [], "processes outlive the gateway")
     assert len(secrets) == (2 if place == "header" else 0)
-
-
-def find_command_lines(text: str) -> list[bytes]:
-    found: list[bytes] = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            found.append(file.read_bytes())
-    return [line for line in found if text.encode() in line]

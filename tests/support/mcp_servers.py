@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -140,6 +141,15 @@ def find_processes(text: str) -> list[int]:
         if text.encode() in facts and state != b"Z" and int(folder.name) != os.getpid():
             found.append(int(folder.name))
     return found
+
+
+def find_command_lines(text: str) -> list[bytes]:
+    """Return the command lines, which every user can read, that have a text."""
+    found: list[bytes] = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(file.read_bytes())
+    return [line for line in found if text.encode() in line]
 
 
 async def wait_until(condition: Any, what: str) -> None:

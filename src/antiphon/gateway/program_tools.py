@@ -91,8 +91,17 @@ class ProgramToolServer:
         tools = ProgramTools(endpoint.gateway, identity, connection)
         if not endpoint.gateway.app.config.gateway.mcp.enabled or not tools.select_tools():
             return None
-        if connection.is_sandboxed:
-            return await self._serve_sandboxed(tools, endpoint, connection)
+        try:
+            if connection.is_sandboxed:
+                return await self._serve_sandboxed(tools, endpoint, connection)
+            return await self._serve_locally(tools, endpoint, connection)
+        except OSError as error:
+            log.warning("%r gets no tools of its session: %s", identity.session_key, error)
+            return None
+
+    async def _serve_locally(
+        self, tools: ProgramTools, endpoint: _Endpoint, connection: ProgramConnection
+    ) -> ProgramTools:
         secret = PROGRAM_SECRET_PREFIX + secrets.token_urlsafe(32)
         digest, file = _compute_digest(secret), None
         if connection.has_http and connection.keeps_headers_private:
@@ -101,14 +110,8 @@ class ProgramToolServer:
             file = _get_secrets_directory(endpoint.gateway) / secrets.token_hex(8)
             await asyncio.to_thread(_write_secret, file, secret)
             server = build_stdio_server(endpoint.url, file)
-
-        def release() -> None:
-            self._programs.pop(digest, None)
-            if file is not None:
-                file.unlink(missing_ok=True)
-
         self._programs[digest] = tools
-        tools.offer(server, release)
+        tools.offer(server, lambda: self._programs.pop(digest, None), file)
         return tools
 
     async def _serve_sandboxed(
@@ -161,10 +164,13 @@ class ProgramTools:
         self._calls: set[asyncio.Task[ToolOutput]] = set()
         self._is_closed = False
         self._release: Callable[[], object] = lambda: None
+        self._secret_file: Path | None = None
 
-    def offer(self, server: dict[str, Any], release: Callable[[], object]) -> None:
+    def offer(
+        self, server: dict[str, Any], release: Callable[[], object], secret_file: Path | None = None
+    ) -> None:
         """Note where it is answered. `release` ends that."""
-        self.server, self._release = server, release
+        self.server, self._release, self._secret_file = server, release, secret_file
 
     @property
     def is_valid(self) -> bool:
@@ -183,6 +189,8 @@ class ProgramTools:
         self._is_closed = True
         self._release()
         await self.end_turn()
+        if self._secret_file is not None:
+            await asyncio.to_thread(self._secret_file.unlink, missing_ok=True)
 
     # --- requests ---
 
