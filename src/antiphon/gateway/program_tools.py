@@ -29,7 +29,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
-from antiphon.engine.toolbox import ToolOutput
+from antiphon.engine.toolbox import Tool, ToolOutput
 from antiphon.errors import Conflict, Forbidden, Unauthorized, Unavailable
 from antiphon.gateway.auth import PROGRAM_SECRET_PREFIX, find_bearer_token
 from antiphon.gateway.http.limits import create_http_protocol
@@ -194,7 +194,7 @@ class ProgramTools:
 
     # --- requests ---
 
-    def select_tools(self) -> dict[str, Any]:
+    def select_tools(self) -> dict[str, Tool]:
         app, caller = self._gateway.app, self._identity.caller
         offered = select_offered_tools(
             app.config, app.toolbox.tools, self._identity.tool_names & app.toolbox.names
