@@ -366,9 +366,9 @@ async def _check_mcp_servers(config: Config, state_dir: Path, *, online: bool) -
             servers[name],
             record.state,
             record.reason or await asyncio.to_thread(_find_mcp_server_fault, servers[name]),
-            len(record.listing.tools) if record.listing else None,
+            offered_tools,
         )
-        for name, record in known
+        for name, record, offered_tools in known
     ]
 
 

@@ -83,6 +83,9 @@ def test_what_cannot_be_used_is_not_added_unless_asked_for(program: Program) -> 
     assert [tool["name"] for tool in tried.json["servers"][1]["tools"]] == ["mcp__notes__echo"]
     shown = program.run("mcp", "list").out
     assert "cannot find the database" in shown and "failed" in shown
+    rows = {row["name"]: row for row in program.run("mcp", "list", "--json").json["servers"]}
+    assert (rows["notes"]["tools"], rows["notes"]["offeredTools"]) == (4, 1)
+    assert "'notes' offers 1 tool\n" in program.run("doctor").out
     assert program.run("mcp", "test", "other").code == 3
     assert program.run("mcp", "remove", "other").code == 3
 

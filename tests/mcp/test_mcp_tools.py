@@ -52,9 +52,12 @@ async def test_stdio_and_http_servers_answer_alike(tmp_path: Path) -> None:
                 assert [image.mime_type for image in picture.images] == ["image/png"]
                 cut = (await client.call(f"mcp__{server}__long_text", characters=500_000)).text
                 assert len(cut) <= MAX_RESULT_CHARACTERS
-                assert cut.startswith("<x") and cut.endswith("x>") and "characters left out" in cut
+                assert cut.startswith("<x") and "x>\n\n[The whole text is in" in cut and "left out" in cut
                 listed = await client.call(f"mcp__{server}__resources_list")
-                assert [each["uri"] for each in json.loads(listed.text)["resources"]] == ["note://hello"]
+                assert [each["uri"] for each in json.loads(listed.text)["resources"]] == [
+                    "note://hello",
+                    "note://data",
+                ]
                 read = await client.call(f"mcp__{server}__resources_read", uri="note://hello")
                 assert read.text == "the note"
 

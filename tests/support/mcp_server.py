@@ -16,7 +16,14 @@ from pathlib import Path
 
 from mcp.server.auth.settings import AuthSettings
 from mcp.server.mcpserver import Context, Image, MCPServer
-from mcp_types import ToolAnnotations
+from mcp_types import (
+    AudioContent,
+    BlobResourceContents,
+    EmbeddedResource,
+    ImageContent,
+    ResourceLink,
+    ToolAnnotations,
+)
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -63,6 +70,24 @@ def build_server(  # noqa: C901 - one tool after the other
     def picture() -> Image:
         """Draws."""
         return Image(data=PNG, format="png")
+
+    @server.tool()
+    def album(pictures: int, sizes: int = 0) -> list[ImageContent]:
+        """Draws many different pictures, each with so many bytes more."""
+        drawn = [PNG + bytes(sizes) + str(number).encode() for number in range(pictures)]
+        return [ImageContent(data=base64.b64encode(data).decode(), mime_type="image/png") for data in drawn]
+
+    @server.tool()
+    def documents() -> list[EmbeddedResource | AudioContent | ImageContent | ResourceLink]:
+        """Returns what cannot be shown."""
+        data = base64.b64encode(b"%PDF-1.7").decode()
+        pdf = BlobResourceContents(uri="note://pdf", mime_type="application/pdf", blob=data)
+        return [
+            EmbeddedResource(resource=pdf),
+            AudioContent(data=base64.b64encode(b"RIFF").decode(), mime_type="x/../../y"),
+            ImageContent(data="not base64", mime_type="image/png"),
+            ResourceLink(uri="note://hello", name="hello", mime_type="text/plain"),
+        ]
 
     @server.tool()
     def long_text(characters: int) -> str:
@@ -137,6 +162,21 @@ def build_server(  # noqa: C901 - one tool after the other
     def hello() -> str:
         """A note."""
         return "the note"
+
+    @server.resource("note://data", mime_type="application/zip")
+    def data() -> bytes:
+        """Bytes."""
+        return b"PK data"
+
+    @server.resource("note://{day}/diary")
+    def diary(day: str) -> str:
+        """The diary of a day."""
+        return f"On {day}."
+
+    @server.prompt()
+    def review(language: str, tone: str = "kind") -> str:
+        """How to review code."""
+        return f"Review {language}, be {tone}."
 
     return server
 

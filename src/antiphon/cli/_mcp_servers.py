@@ -308,7 +308,7 @@ def _format_row(server: dict[str, Any]) -> list[str]:
     return [
         server["name"],
         server["state"].replace("_", " "),
-        str(server["tools"]) if server["tools"] or contact else "",
+        str(server.get("offeredTools", server["tools"])) if server["tools"] or contact else "",
         _output.format_age(contact) if contact else "never",
         reason,
     ]

@@ -31,6 +31,7 @@ MAX_TOOL_NAME_CHARACTERS = 256
 MAX_SCHEMA_BYTES = 32 * 1024
 MAX_SCHEMA_LEVELS = 24
 MAX_NOTES = 20
+MAX_FILE_PREFIX_CHARACTERS = 40
 DIRECTORY_NAME = "mcp"
 
 ServerState = Literal["idle", "starting", "ready", "failed", "needs_auth"]
@@ -60,6 +61,7 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[ListedTool] = []
     instructions: str = ""
     has_resources: bool = False
+    has_prompts: bool = False
     notes: list[str] = []
     """What was left out, and why."""
 
@@ -166,7 +168,12 @@ class RawTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_listing(
-    raw_tools: Iterable[RawTool], *, instructions: str | None, has_resources: bool, notes: Sequence[str] = ()
+    raw_tools: Iterable[RawTool],
+    *,
+    instructions: str | None,
+    has_resources: bool,
+    has_prompts: bool = False,
+    notes: Sequence[str] = (),
 ) -> Listing:
     """Return what a server offers, without what cannot be used."""
     tools: dict[str, ListedTool] = {}
@@ -197,6 +204,7 @@ def build_listing(
         tools=list(tools.values()),
         instructions=clean_text(instructions or "", MAX_INSTRUCTIONS_CHARACTERS, keeps_lines=True).strip(),
         has_resources=has_resources,
+        has_prompts=has_prompts,
         notes=left_out[:MAX_NOTES],
     )
 
@@ -236,8 +244,12 @@ def locate_directory(state_dir: Path) -> Path:
 
 def name_file(server: str) -> str:
     """Return a file name for a server, whose own name may have any characters."""
-    plain = re.sub(r"[^A-Za-z0-9_-]", "_", server)[:40]
-    return f"{plain}-{hashlib.sha256(server.encode()).hexdigest()[:12]}.json"
+    return f"{build_file_prefix(server)}-{hashlib.sha256(server.encode()).hexdigest()[:12]}.json"
+
+
+def build_file_prefix(server: str) -> str:
+    """Return how the names of files of a server begin."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", server)[:MAX_FILE_PREFIX_CHARACTERS]
 
 
 def load_record(state_dir: Path, name: str, server: McpServerConfig) -> ServerRecord:

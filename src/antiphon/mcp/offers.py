@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from antiphon.config.mcp import McpServerConfig
@@ -14,10 +14,9 @@ from antiphon.tool_selection import MCP_TOOL_PREFIX
 
 MAX_OFFERED_NAME_CHARACTERS = 64
 NAME_HASH_CHARACTERS = 8
-RESOURCES_LIST_NAME, RESOURCES_READ_NAME = "resources_list", "resources_read"
 _UNUSABLE_CHARACTERS = re.compile(r"[^A-Za-z0-9_-]")
 
-OfferKind = Literal["tool", "resources_list", "resources_read"]
+OfferKind = Literal["tool", "resources_list", "resources_read", "prompts_list", "prompts_get"]
 
 
 class Offer(NamedTuple):
@@ -64,41 +63,60 @@ def _cut_name(name: str, server: str, tool: str) -> str:
 
 
 def _list_tools(listing: Listing) -> Iterator[tuple[ListedTool, OfferKind]]:
-    """Yield the tools of a server and, if it has resources, those to list and read them."""
+    """Yield the tools of a server and, if it has resources or prompts, those to list and read them."""
     names = {tool.name for tool in listing.tools}
     for tool in listing.tools:
         yield tool, "tool"
-    if listing.has_resources:
-        if RESOURCES_LIST_NAME not in names:
-            yield _RESOURCES_LIST_TOOL, "resources_list"
-        if RESOURCES_READ_NAME not in names:
-            yield _RESOURCES_READ_TOOL, "resources_read"
+    added = (
+        *(_RESOURCE_TOOLS if listing.has_resources else ()),
+        *(_PROMPT_TOOLS if listing.has_prompts else ()),
+    )
+    for tool, kind in added:
+        if tool.name not in names:
+            yield tool, kind
 
 
-def _describe_text(description: str) -> dict[str, Any]:
-    return {"type": "string", "description": description}
+def _describe_request(
+    kind: OfferKind, description: str, required: Sequence[str] = (), **properties: Mapping[str, Any]
+) -> tuple[ListedTool, OfferKind]:
+    """Return a tool that asks a server for what it has besides tools."""
+    parameters: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
+    if required:
+        parameters["required"] = list(required)
+    tool = ListedTool(
+        name=kind, description=description, parameters=parameters, only_reads=True, is_idempotent=True
+    )
+    return tool, kind
 
 
-_RESOURCES_LIST_TOOL = ListedTool(
-    name=RESOURCES_LIST_NAME,
-    description="List the resources of this server, such as files and records.",
-    parameters={
-        "type": "object",
-        "properties": {"cursor": _describe_text("Of the page before, for the next page.")},
-        "additionalProperties": False,
-    },
-    only_reads=True,
-    is_idempotent=True,
+_CURSOR = {"type": "string", "description": "Of the page before, for the next page."}
+_RESOURCE_TOOLS = (
+    _describe_request(
+        "resources_list", "List the resources of this server, such as files and records.", cursor=_CURSOR
+    ),
+    _describe_request(
+        "resources_read",
+        "Read a resource of this server.",
+        ("uri",),
+        uri={
+            "type": "string",
+            "description": "The address of the resource, as it is listed or made from a template.",
+        },
+    ),
 )
-_RESOURCES_READ_TOOL = ListedTool(
-    name=RESOURCES_READ_NAME,
-    description="Read a resource of this server.",
-    parameters={
-        "type": "object",
-        "properties": {"uri": _describe_text("The address of the resource, as it is listed.")},
-        "required": ["uri"],
-        "additionalProperties": False,
-    },
-    only_reads=True,
-    is_idempotent=True,
+_PROMPT_TOOLS = (
+    _describe_request(
+        "prompts_list", "List the prompts of this server: texts prepared for certain tasks.", cursor=_CURSOR
+    ),
+    _describe_request(
+        "prompts_get",
+        "Read a prompt of this server.",
+        ("name",),
+        name={"type": "string", "description": "The name of the prompt, as it is listed."},
+        arguments={
+            "type": "object",
+            "description": "The arguments that the prompt has, as texts.",
+            "additionalProperties": {"type": "string"},
+        },
+    ),
 )

@@ -31,6 +31,7 @@ from antiphon.mcp.listings import (
     Listing,
     ServerRecord,
     ServerState,
+    build_file_prefix,
     describe_server,
     load_record,
     save_record,
@@ -80,6 +81,8 @@ class ServerSurroundings(msgspec.Struct, frozen=True, kw_only=True):
     processes: ChildProcesses
     wrap_command: WrapCommand | None = None
     """None where there are no sessions, as in a command such as `antiphon mcp test`."""
+    keep_file: Callable[[Caller, str, bytes], Awaitable[str]] | None = None
+    """Keeps a file in the workspace of a session, and returns its path."""
     find_sandbox: Callable[[Caller], str] = lambda _caller: ""
     """Returns what identifies the sandbox of a session."""
 
@@ -478,7 +481,7 @@ class ServerActor:
         for attempt in (1, 2):
             session = await self._require_session(scope, caller)
             try:
-                output = await self._request(session, offer, arguments, key)
+                output = await self._request(session, offer, caller, arguments, key)
             except RequestLost as lost:
                 # Over HTTP each request has a connection of its own, and other calls go on.
                 concerns_others = self.config.url is None or not lost.was_sent
@@ -492,28 +495,21 @@ class ServerActor:
         raise AssertionError("unreachable")
 
     async def _request(
-        self, session: ServerSession, offer: Offer, arguments: Mapping[str, Any], key: str
+        self, session: ServerSession, offer: Offer, caller: Caller, arguments: Mapping[str, Any], key: str
     ) -> ToolOutput:
-        from antiphon.mcp import results  # noqa: PLC0415 - imports the library, which is loaded by now
+        from antiphon.mcp.calls import perform_call  # noqa: PLC0415 - imports the library, which is loaded by now
         from antiphon.mcp.session import CallFailed, CallTimedOut  # noqa: PLC0415
 
         timeout = self.config.timeout
         try:
-            match offer.kind:
-                case "tool":
-                    called = await session.call_tool(
-                        offer.tool.name, dict(arguments), key=key, timeout=timeout
-                    )
-                    return results.render_tool_result(called)
-                case "resources_list":
-                    cursor = arguments.get("cursor")
-                    listed = await session.list_resources(
-                        cursor if isinstance(cursor, str) else None, key=key, timeout=timeout
-                    )
-                    return results.render_resources(listed)
-                case "resources_read":
-                    read = await session.read_resource(str(arguments.get("uri")), key=key, timeout=timeout)
-                    return results.render_contents(read.contents)
+            return await perform_call(
+                session,
+                offer,
+                arguments,
+                key=key,
+                timeout=timeout,
+                keep_file=self._choose_file_keeper(caller),
+            )
         except CallTimedOut:
             raise ToolFailed(
                 f"The MCP server {self.name!r} did not answer within {timeout:g} s. The request had been sent, so it "
@@ -528,6 +524,18 @@ class ServerActor:
                 "Change the call.",
                 server=self.name,
             ) from error
+
+    def _choose_file_keeper(self, caller: Caller) -> Callable[[str, bytes], Awaitable[str]] | None:
+        """Return what keeps the files of a result, or None for a caller without a workspace."""
+        keep = self._surroundings.keep_file
+        if keep is None or caller.session_key is None:
+            return None
+        prefix = build_file_prefix(self.name)
+
+        async def keep_file(name: str, data: bytes) -> str:
+            return await keep(caller, f"{prefix}-{name}", data)
+
+        return keep_file
 
     def may_repeat(self, offer: Offer) -> bool:
         """Whether a call may be made twice: the operator trusts the server, and it says so."""

@@ -29,6 +29,7 @@ from antiphon.mcp.offers import Offer, build_prefix, list_offers
 from antiphon.mcp.server_actor import FAST_FAILURE_SECONDS, ServerActor, ServerSurroundings, WrapCommand
 from antiphon.runtimes import ToolSpec
 from antiphon.tool_selection import ToolAudience, ToolFacts, ToolSelection, decide_tool
+from antiphon.workspace.kept_files import MAX_RESULT_FILES, RESULT_FILES_DIRECTORY, KeptFiles
 from antiphon.workspace.locations import SessionWorkspaceLocator
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class McpServers:
             clock=clock,
             processes=self._processes,
             wrap_command=wrap_command,
+            keep_file=KeptFiles(self._locate, RESULT_FILES_DIRECTORY, MAX_RESULT_FILES).keep,
             find_sandbox=self._find_sandbox,
         )
         self._actors = {
@@ -231,26 +233,31 @@ class KnownServer(NamedTuple):
 
     name: str
     record: ServerRecord
+    offered_tools: int | None
+    """How many tools it has for agents, or None if it was never asked."""
 
 
 def load_known_servers(config: Config, state_dir: Path) -> list[KnownServer]:
     """Return what is remembered of every server. Blocks."""
-    return [
-        KnownServer(name, load_record(state_dir, name, server))
-        for name, server in config.enabled_mcp_servers.items()
-    ]
+    known: list[KnownServer] = []
+    for name, server in config.enabled_mcp_servers.items():
+        record = load_record(state_dir, name, server)
+        offered = None if record.listing is None else len(list_offers({name: server}, {name: record.listing}))
+        known.append(KnownServer(name, record, offered))
+    return known
 
 
 def describe_known_servers(config: Config, state_dir: Path) -> list[dict[str, Any]]:
     """Return the state of every server as it was left. Blocks."""
     described: list[dict[str, Any]] = []
-    for name, record in load_known_servers(config, state_dir):
+    for name, record, offered_tools in load_known_servers(config, state_dir):
         server = config.enabled_mcp_servers[name]
         facts = {
             **describe_server(name, server, record.listing),
             "state": record.state,
             "reason": record.reason,
             "lastContactAt": record.last_contact_at,
+            "offeredTools": offered_tools,
         }
         described.append({key: value for key, value in facts.items() if value is not None})
     return [*described, *describe_disabled_servers(config)]

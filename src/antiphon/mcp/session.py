@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import mcp_types
@@ -229,6 +229,32 @@ class ServerSession:
         request = mcp_types.ReadResourceRequest(params=params)
         return await self._request(request, mcp_types.ReadResourceResult, key, timeout)
 
+    async def list_templates(self, *, key: str) -> Sequence[mcp_types.ResourceTemplate]:
+        """Return how addresses of resources are made; nothing if the server does not say."""
+        params = mcp_types.PaginatedRequestParams(_meta={KEY_META_NAME: key})
+        request = mcp_types.ListResourceTemplatesRequest(params=params)
+        try:
+            listed = await self._request(
+                request, mcp_types.ListResourceTemplatesResult, key, LIST_TIMEOUT_SECONDS
+            )
+        except (CallFailed, CallTimedOut):
+            return ()
+        return listed.resource_templates
+
+    async def list_prompts(
+        self, cursor: str | None, *, key: str, timeout: float
+    ) -> mcp_types.ListPromptsResult:
+        params = mcp_types.PaginatedRequestParams(cursor=cursor, _meta={KEY_META_NAME: key})
+        request = mcp_types.ListPromptsRequest(params=params)
+        return await self._request(request, mcp_types.ListPromptsResult, key, timeout)
+
+    async def get_prompt(
+        self, name: str, arguments: dict[str, str], *, key: str, timeout: float
+    ) -> mcp_types.GetPromptResult:
+        params = mcp_types.GetPromptRequestParams(name=name, arguments=arguments, _meta={KEY_META_NAME: key})
+        request = mcp_types.GetPromptRequest(params=params)
+        return await self._request(request, mcp_types.GetPromptResult, key, timeout)
+
     async def _request(
         self, request: mcp_types.Request[Any, Any], result_type: type[R], key: str, timeout: float
     ) -> R:
@@ -322,6 +348,7 @@ async def _list_tools(client: Client) -> Listing:
         raw,
         instructions=client.instructions,
         has_resources=client.server_capabilities.resources is not None,
+        has_prompts=client.server_capabilities.prompts is not None,
         notes=notes,
     )
 

@@ -43,6 +43,7 @@ from antiphon.tools.write import write
 from antiphon.workspace.command_launch import CommandLauncher
 from antiphon.workspace.commands import OWNER_GRACE_ACK_WAITS, Commands
 from antiphon.workspace.files import WorkspaceFiles
+from antiphon.workspace.kept_files import COMMAND_OUTPUTS_DIRECTORY, MAX_COMMAND_OUTPUTS, KeptFiles
 from antiphon.workspace.locations import SessionWorkspaceLocator
 from antiphon.workspace.memory import WorkspaceMemory
 from antiphon.workspace.web import FetchLimits, WebClient
@@ -130,7 +131,9 @@ def create_command_tools(
         bus=bus,
         clock=clock,
         state_dir=state_dir,
-        files=WorkspaceFiles(store, clock, SessionWorkspaceLocator(config, state_dir)),
+        outputs=KeptFiles(
+            SessionWorkspaceLocator(config, state_dir), COMMAND_OUTPUTS_DIRECTORY, MAX_COMMAND_OUTPUTS
+        ),
         build_notice=CommandNotices(config, clock),
         max_total_output_bytes=config.tools.exec.max_total_output_bytes,
         owner_grace_seconds=OWNER_GRACE_ACK_WAITS * config.bus.ack_wait_seconds,

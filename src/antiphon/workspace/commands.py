@@ -29,8 +29,8 @@ from antiphon.engine.toolbox import OutputListener
 from antiphon.errors import AntiphonError, Forbidden, InvalidInput, NotFound, Unavailable
 from antiphon.store import Row, Store
 from antiphon.workspace.command_output import decode_output, read_all, read_shown, show_progress
-from antiphon.workspace.files import WorkspaceFiles
 from antiphon.workspace.keeper_client import CommandSpec, CommandStatus, KeeperClient, OutputPart
+from antiphon.workspace.kept_files import KeptFiles
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Commands:
         bus: EventBus,
         clock: Clock,
         state_dir: Path,
-        files: WorkspaceFiles,
+        outputs: KeptFiles,
         build_notice: NoticeBuilder,
         owner_grace_seconds: float,
         max_total_output_bytes: int | None = None,
@@ -71,7 +71,7 @@ class Commands:
         self._store = store
         self._bus = bus
         self._clock = clock
-        self._files = files
+        self._outputs = outputs
         self._build_notice = build_notice
         self._keeper = KeeperClient(state_dir, max_total_output_bytes)
         self._host_path = self._keeper.directory / HOST_FILE_NAME
@@ -353,7 +353,7 @@ class Commands:
             text = decode_output(await read_all(read, total))
             caller = Caller.agent(row["agent_id"], row["session_key"], sandboxed=bool(row["sandboxed"]))
             try:
-                return shown.text, await self._files.keep_output(caller, row["id"], text)
+                return shown.text, await self._outputs.keep(caller, f"{row['id']}.txt", text.encode())
             except (AntiphonError, OSError) as error:
                 log.warning("Failed to keep the output of command %r: %s", row["id"], error)
                 return shown.text, None

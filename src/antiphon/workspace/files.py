@@ -35,8 +35,6 @@ MAX_STORED_PATH_BYTES = 1024
 SCANNED_BYTES = 64 * 1024
 MAX_VERSIONS_PER_SESSION = 2000
 MAX_FILE_THREADS = 4
-OUTPUTS_DIRECTORY = ".antiphon/exec"
-MAX_KEPT_OUTPUTS = 20
 DELETED_VERSION = "deleted"  # in place of the hash of a file that does not exist
 
 _SQL = Queries("file_versions")
@@ -105,7 +103,7 @@ class WorkspaceFiles:
             shown = _build_image(path, content.data) or _cut_page(path, content.data, offset, limit)
             return directory.normalize(inner), content.sha256, shown
 
-        name, sha256, shown = await self._work(mount, load)
+        name, sha256, shown = await work_in_directory(mount, load)
         location = _build_version_key(mount.path, name)
         await self._store.tx(_record_read, _get_session_key(caller), location, sha256, self._clock.now())
         return shown
@@ -113,20 +111,20 @@ class WorkspaceFiles:
     async def write(self, caller: Caller, call: str, path: str, content: str) -> FileChange:
         """Create a file, or replace one that the session has read."""
         data = _encode(content)
-        mount, (inner,) = self._locate_writable(caller, [path])
-        step = _Step((inner,), lambda directory: [_plan_replacement(directory, inner, data)])
+        mount, (inner,) = locate_writable(self._locate(caller), [path])
+        step = _Step((inner,), lambda directory: [plan_replacement(directory, inner, data)])
         return (await self._change(caller, call, mount, [step]))[0]
 
     async def edit(
         self, caller: Caller, call: str, path: str, old: str, new: str, *, replace_all: bool = False
     ) -> FileChange:
         """Replace a text in a file that the session has read."""
-        mount, (inner,) = self._locate_writable(caller, [path])
+        mount, (inner,) = locate_writable(self._locate(caller), [path])
 
         def plan(directory: WorkspaceDirectory) -> list[FileReplacement]:
             text = _decode(path, directory.read_file(inner, MAX_READ_BYTES).data)
             changed = replace_text(text, old, new, max_characters=MAX_WRITE_BYTES, replace_all=replace_all)
-            return [_plan_replacement(directory, inner, _encode(changed))]
+            return [plan_replacement(directory, inner, _encode(changed))]
 
         return (await self._change(caller, call, mount, [_Step((inner,), plan)]))[0]
 
@@ -134,7 +132,7 @@ class WorkspaceFiles:
         """Change several files, all or none."""
         patches = parse_patch(patch)
         paths = [path for each in patches for path in (each.move_to, each.path) if path]
-        mount, located = self._locate_writable(caller, paths)
+        mount, located = locate_writable(self._locate(caller), paths)
         inner = dict(zip(paths, located, strict=True))
         steps = [
             _Step(
@@ -150,42 +148,6 @@ class WorkspaceFiles:
         ]
         return await self._change(caller, call, mount, steps)
 
-    async def keep_output(self, caller: Caller, name: str, text: str) -> str:
-        """Keep the whole output of a command where `read` can open it, and return its path. The oldest are deleted.
-
-        Raises:
-            Forbidden: the workspace is read-only.
-        """
-        path = f"{OUTPUTS_DIRECTORY}/{name}.txt"
-        mount, (inner,) = self._locate_writable(caller, [path])
-        folder = inner.rpartition("/")[0]
-        data = text.encode()
-
-        def keep(directory: WorkspaceDirectory) -> None:
-            names = directory.list_names(folder)
-            old = [] if len(names) < MAX_KEPT_OUTPUTS else names[: len(names) + 1 - MAX_KEPT_OUTPUTS]
-            changes = [_plan_replacement(directory, f"{folder}/{each}", None) for each in old]
-            directory.replace_files([_plan_replacement(directory, inner, data), *changes], MAX_READ_BYTES)
-
-        await self._work(mount, keep)
-        return path
-
-    def _locate_writable(self, caller: Caller, paths: Sequence[str]) -> tuple[Mount, list[str]]:
-        """Return the one directory that the paths are in, and the paths inside it."""
-        located = [self._locate(caller).locate(path) for path in paths]
-        mount = located[0][0]
-        if not mount.writable:
-            raise Forbidden(
-                f"{paths[0]!r} cannot be changed: {mount.target} is read-only.",
-                f"Write to {WORKSPACE_MOUNT}.",
-                field="path",
-            )
-        if any(other != mount for other, _ in located):
-            raise InvalidInput(
-                "The patch changes files of several directories.", "Use a patch for each.", field="input"
-            )
-        return mount, [inner for _, inner in located]
-
     async def _change(
         self, caller: Caller, call: str, mount: Mount, steps: Sequence[_Step]
     ) -> list[FileChange]:
@@ -197,25 +159,45 @@ class WorkspaceFiles:
             left = [step for step in steps if not _is_done(directory, root, step, recorded)]
             return [replacement for step in left for replacement in step.plan(directory)]
 
-        replacements = await self._work(mount, plan)
+        replacements = await work_in_directory(mount, plan)
         now = self._clock.now()
         await self._store.tx(_record_writes, key, root, replacements, call, now)
         # Deletions come last: a file that moves must be there until it is in its new place.
         ordered = sorted(replacements, key=lambda replacement: replacement.data is None)
-        await self._work(mount, lambda directory: directory.replace_files(ordered, MAX_READ_BYTES))
+        await work_in_directory(mount, lambda directory: directory.replace_files(ordered, MAX_READ_BYTES))
         names = [path for step in steps for path in step.paths]
-        return await self._work(mount, lambda directory: [_describe(directory, path) for path in names])
+        return await work_in_directory(
+            mount, lambda directory: [_describe(directory, path) for path in names]
+        )
 
-    async def _work(self, mount: Mount, work: Callable[[WorkspaceDirectory], T]) -> T:
-        """Run blocking work on a directory in a thread."""
 
-        def run() -> T:
-            mark_used([mount])
-            mount.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with WorkspaceDirectory(mount.root, below=mount.below, aliases=(mount.target,)) as directory:
-                return work(directory)
+def locate_writable(workspace: SessionWorkspace, paths: Sequence[str]) -> tuple[Mount, list[str]]:
+    """Return the one directory that the paths are in, and the paths inside it."""
+    located = [workspace.locate(path) for path in paths]
+    mount = located[0][0]
+    if not mount.writable:
+        raise Forbidden(
+            f"{paths[0]!r} cannot be changed: {mount.target} is read-only.",
+            f"Write to {WORKSPACE_MOUNT}.",
+            field="path",
+        )
+    if any(other != mount for other, _ in located):
+        raise InvalidInput(
+            "The patch changes files of several directories.", "Use a patch for each.", field="input"
+        )
+    return mount, [inner for _, inner in located]
 
-        return await asyncio.get_running_loop().run_in_executor(_file_threads, run)
+
+async def work_in_directory(mount: Mount, work: Callable[[WorkspaceDirectory], T]) -> T:
+    """Run blocking work on a directory in a thread."""
+
+    def run() -> T:
+        mark_used([mount])
+        mount.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with WorkspaceDirectory(mount.root, below=mount.below, aliases=(mount.target,)) as directory:
+            return work(directory)
+
+    return await asyncio.get_running_loop().run_in_executor(_file_threads, run)
 
 
 def _get_session_key(caller: Caller) -> str:
@@ -229,7 +211,7 @@ def _get_session_key(caller: Caller) -> str:
 # --- planning ---
 
 
-def _plan_replacement(directory: WorkspaceDirectory, path: str, data: bytes | None) -> FileReplacement:
+def plan_replacement(directory: WorkspaceDirectory, path: str, data: bytes | None) -> FileReplacement:
     return FileReplacement(directory.normalize(path), directory.find_sha256(path, MAX_READ_BYTES), data)
 
 
@@ -239,13 +221,13 @@ def _plan_patch(directory: WorkspaceDirectory, patch: FilePatch) -> list[FileRep
             return [FileReplacement(directory.normalize(patch.path), None, _encode(patch.content))]
         case "delete":
             directory.read_file(patch.path, MAX_READ_BYTES)  # raises if it does not exist
-            return [_plan_replacement(directory, patch.path, None)]
+            return [plan_replacement(directory, patch.path, None)]
         case "update":
             text = _decode(patch.path, directory.read_file(patch.path, MAX_READ_BYTES).data)
             target = patch.move_to or patch.path
-            replacements = [_plan_replacement(directory, target, _encode(patch.apply(text)))]
+            replacements = [plan_replacement(directory, target, _encode(patch.apply(text)))]
             if patch.move_to:
-                replacements.append(_plan_replacement(directory, patch.path, None))
+                replacements.append(plan_replacement(directory, patch.path, None))
             return replacements
 
 
