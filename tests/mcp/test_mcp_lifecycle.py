@@ -17,6 +17,7 @@ import pytest
 
 from antiphon.client import Client, Site
 from antiphon.errors import McpServerUnavailable, ToolFailed
+from antiphon.mcp import servers
 from cli.gateways import token, up
 from cli.terminal import Program
 from support.mcp_servers import (
@@ -202,6 +203,21 @@ async def test_servers_that_are_down_delay_no_other(tmp_path: Path) -> None:
             assert reasons["refused"] == "the connection was refused or failed"
             assert client.states["silent"] == client.states["stuck"] == "starting"
         assert find_processes(str(tmp_path)) == []
+
+
+@pytest.mark.requirement("AT18")
+async def test_a_server_that_is_slow_to_start_delays_the_runs_of_its_first_seconds_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "FIRST_LISTING_WAIT_SECONDS", 1.0)
+    async with open_client(tmp_path, {"silent": describe_scripted_server("silent")}) as client:
+        durations: list[float] = []
+        for _ in range(2):
+            began = time.monotonic()
+            await client.prepare()
+            durations.append(time.monotonic() - began)
+            assert client.states == {"silent": "starting"}
+        assert durations[0] >= 1.0 > durations[1] * 2
 
 
 # --- processes ---

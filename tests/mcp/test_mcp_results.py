@@ -63,8 +63,8 @@ async def test_images_and_files_of_a_result_are_stored_in_the_workspace(tmp_path
                     "[An image: image/png, 7 bytes, which cannot be shown.]",
                     "[A resource: note://hello (hello, text/plain)]",
                 ]
-                read = await client.call(f"mcp__{server}__resources_read", uri="note://data")
-                packed = name_kept_file(server, b"PK data", ".zip")
+                read = await client.call(f"mcp__{server}__resources_read", uri="note://data.tgz")
+                packed = name_kept_file(server, b"PK data", ".tgz")
                 assert read.text.endswith(f"in the file {RESULT_FILES_DIRECTORY}/{packed}.]")
                 assert (locate_kept_files(tmp_path) / packed).read_bytes() == b"PK data"
 

@@ -56,7 +56,7 @@ async def test_stdio_and_http_servers_answer_alike(tmp_path: Path) -> None:
                 listed = await client.call(f"mcp__{server}__resources_list")
                 assert [each["uri"] for each in json.loads(listed.text)["resources"]] == [
                     "note://hello",
-                    "note://data",
+                    "note://data.tgz",
                 ]
                 read = await client.call(f"mcp__{server}__resources_read", uri="note://hello")
                 assert read.text == "the note"

@@ -163,7 +163,7 @@ def build_server(  # noqa: C901 - one tool after the other
         """A note."""
         return "the note"
 
-    @server.resource("note://data", mime_type="application/zip")
+    @server.resource("note://data.tgz", mime_type="application/gzip")
     def data() -> bytes:
         """Bytes."""
         return b"PK data"

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import mimetypes
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -42,6 +43,7 @@ _SUFFIX_BY_IMAGE_TYPE = {
     "image/gif": ".gif",
     "image/webp": ".webp",
 }
+_SUFFIX_PATTERN = re.compile(r"\.[A-Za-z0-9]{1,8}\Z")
 _TYPES = mimetypes.MimeTypes()  # those that Python knows, whatever the machine adds
 
 KeepFile = Callable[[str, bytes], Awaitable[str]]
@@ -69,7 +71,7 @@ class _ResultWriter:
         if text:
             self.texts.append(text)
 
-    async def add_data(self, data: str, mime_type: str | None, what: str) -> None:
+    async def add_data(self, data: str, mime_type: str | None, what: str, uri: str = "") -> None:
         """Add an image, a file, or a note in place of what can be neither."""
         content = _decode(data)
         image_type = find_image_type(content) if content else None
@@ -80,7 +82,7 @@ class _ResultWriter:
         if content:
             if image_type is not None and is_shown:
                 self.images.append(ImageBlock(data=base64.b64encode(content).decode(), mime_type=image_type))
-            where = await self._keep(content, _find_suffix(image_type, mime_type))
+            where = await self._keep(content, _find_suffix(image_type, mime_type, uri))
         notes = [f"{what}: {kind}", f"{size} bytes"]
         if where is not None:
             notes.append(f"in the file {where}")
@@ -136,11 +138,12 @@ def _decode(data: str) -> bytes | None:
     return content if len(content) <= MAX_FILE_BYTES else None
 
 
-def _find_suffix(image_type: str | None, mime_type: str | None) -> str:
+def _find_suffix(image_type: str | None, mime_type: str | None, uri: str) -> str:
     if image_type is not None:
         return _SUFFIX_BY_IMAGE_TYPE[image_type]
     plain = (mime_type or "").partition(";")[0].strip().lower()
-    return _TYPES.guess_extension(plain) or UNKNOWN_SUFFIX
+    named = _SUFFIX_PATTERN.search(uri)
+    return _TYPES.guess_extension(plain) or (named[0].lower() if named else UNKNOWN_SUFFIX)
 
 
 async def render_tool_result(result: mcp_types.CallToolResult, keep_file: KeepFile | None) -> ToolOutput:
@@ -252,4 +255,4 @@ async def _add_contents(writer: _ResultWriter, contents: ResourceContents) -> No
     if isinstance(contents, mcp_types.TextResourceContents):
         writer.add_text(contents.text)
     else:
-        await writer.add_data(contents.blob, contents.mime_type, "A file")
+        await writer.add_data(contents.blob, contents.mime_type, "A file", str(contents.uri))

@@ -93,6 +93,7 @@ class _Connection:
     def __init__(self) -> None:
         self.session: ServerSession | None = None
         self.opening: asyncio.Task[ServerSession] | None = None
+        self.began_at = 0.0
         self.slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
         self.calls = 0
         self.used_at = time.monotonic()
@@ -148,6 +149,14 @@ class ServerActor:
             connection.session is not None and connection.session.is_open
             for connection in self._connections.values()
         )
+
+    @property
+    def seconds_since_start(self) -> float:
+        """How long the connection has been about to open; 0 if it is not."""
+        connection = self._connections.get(HOST_SCOPE)
+        if connection is None or connection.opening is None or connection.opening.done():
+            return 0.0
+        return time.monotonic() - connection.began_at
 
     def explain_absence(self) -> str | None:
         """Return why the tools cannot be used now, or None if they can."""
@@ -217,6 +226,7 @@ class ServerActor:
         if connection.session is not None and connection.session.is_open:
             return connection.session
         if connection.opening is None or connection.opening.done():
+            connection.began_at = time.monotonic()
             connection.opening = asyncio.create_task(self._open(connection, scope, caller))
             connection.opening.add_done_callback(_ignore_result)
         opening = connection.opening

@@ -119,7 +119,7 @@ class McpServers:
     async def prepare_run(self, selection: ToolSelection) -> None:
         """Try what is worth a wait: servers whose tools are not known yet, and some that could not be used."""
         attempts = [
-            actor.try_connect(FIRST_LISTING_WAIT_SECONDS if actor.is_usable else FAST_FAILURE_SECONDS)
+            actor.try_connect(_find_wait_seconds(actor))
             for actor in self._actors.values()
             if self._is_worth_an_attempt(actor) and self._may_offer(actor, selection, ToolAudience())
         ]
@@ -190,6 +190,15 @@ class McpServers:
         known = [offer.name for offer in self._offers if offer.server == actor.name]
         names = known or [build_prefix(actor.name)]
         return any(decide_tool(ToolFacts(name), selection, audience).is_offered for name in names)
+
+
+def _find_wait_seconds(actor: ServerActor) -> float:
+    """Return how long a run waits for a server. One that starts slowly delays only the runs of its first seconds."""
+    if not actor.is_usable:
+        return FAST_FAILURE_SECONDS
+    if actor.config.required:
+        return FIRST_LISTING_WAIT_SECONDS
+    return max(0.0, FIRST_LISTING_WAIT_SECONDS - actor.seconds_since_start)
 
 
 def build_tool(actor: ServerActor, offer: Offer) -> Tool:
