@@ -13,6 +13,7 @@ import httpx2
 import pyjson5
 import pytest
 
+from antiphon.cli import root
 from antiphon.config import parse
 from antiphon.gateway.methods import METHODS_BY_NAME
 from cli.gateways import token, up
@@ -45,6 +46,26 @@ def test_python_in_the_documents_runs(page: str, text: str) -> None:
         [sys.executable, "-W", "error", "-c", text], check=False, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, f"{page}: {done.stderr}"
+
+
+def list_commands() -> list[str]:
+    """The commands of Antiphon in the documents, as they are written."""
+    texts = [text.replace("\\\n", " ") for _, text in list_blocks("sh")]
+    return [line for text in texts for line in text.splitlines() if line.split()[:1] == ["antiphon"]]
+
+
+@pytest.mark.requirement("R")
+@pytest.mark.parametrize("line", list_commands())
+def test_commands_in_the_documents_exist_with_their_options(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is asked for its help, which it gives only if it knows all options that are there."""
+    words = shlex.split(line, comments=True)[1:]
+    if ">" in words:
+        words = words[: words.index(">")]
+    first = next((number for number, word in enumerate(words) if word.startswith("-")), len(words))
+    root.main([*words[:first], "--help", *words[first:]], prog_name="antiphon", standalone_mode=False)
+    assert "Usage: antiphon" in capsys.readouterr().out
 
 
 CURLS = [text for _, text in list_blocks("sh") if text.startswith("curl ")]
