@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping
+import re
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -52,7 +54,7 @@ from antiphon.store import Row, Store, Tx
 from antiphon.tools import create_session_tools
 from support.agents_fixture import ScriptedAgent, get_last_user_text, make_agents_config
 from support.agents_fixture import open_agents_fixture as troupe_house
-from support.app_fixture import DATABASE, MAIN, OPERATOR, make_config, open_test_store
+from support.app_fixture import BOUND, DATABASE, MAIN, OPERATOR, make_config, open_test_store
 from support.databases import dump_database, query_database
 
 AGENTS = ("main", "ann", "bob")
@@ -283,11 +285,7 @@ class AgentsDirectory:
 
     @asynccontextmanager
     async def connect_mcp(self, fact: Fact) -> AsyncGenerator[McpClient]:
-        """Open an MCP client that acts as this session, with an administrator's token."""
-        provider = SessionProvider(
-            TokenClient(self.gateway, LOCAL_ADMIN_IDENTITY, fact.key), self.gateway.closing
-        )
-        async with McpClient(build_server(provider)) as client:
+        async with _connect_as(self.gateway, fact) as client:
             yield client
 
     @asynccontextmanager
@@ -350,17 +348,23 @@ async def open_agents_directory(config: Config, path: Path) -> AsyncGenerator[Ag
 def _make_gateway(config: Config, store: Store, operations: Operations, toolbox: Toolbox) -> GatewayState:
     """The parts of a gateway that decide what a client is offered."""
     unused: Any = None
-    app = App(
-        operations=operations,
-        toolbox=toolbox,
-        coordination=unused,
-        config=config,
-        clock=SystemClock(),
-        publish_address=unused,
-        preload_libraries=unused,
-        examine_commands=unused,
-        store=store,
+    return _wrap_app(
+        App(
+            operations=operations,
+            toolbox=toolbox,
+            coordination=unused,
+            config=config,
+            clock=SystemClock(),
+            publish_address=unused,
+            preload_libraries=unused,
+            examine_commands=unused,
+            store=store,
+        )
     )
+
+
+def _wrap_app(app: App) -> GatewayState:
+    unused: Any = None
     return GatewayState(app=app, authenticator=unused, state_dir=Path(), started_at=0)
 
 
@@ -668,6 +672,158 @@ async def _housing(configuration: Settings, path: Path) -> AsyncGenerator[App]:
         for agent, rest in itertools.product(AGENTS, ("main", "direct:1")):
             await opened.operations.sessions.open(OPERATOR, f"agent:{agent}:{rest}")
         yield opened
+
+
+# --- through MCP ---
+
+POLICIES: tuple[Settings, ...] = (
+    {},
+    {"session": {"sendPolicy": {"default": "deny"}}},
+    {"session": {"sendPolicy": {"rules": [{"action": "deny", "match": {"channel": "telegram"}}]}}},
+)
+READ_CALLS: tuple[tuple[str, Settings], ...] = (
+    ("sessions_list", {"limit": 200}),
+    ("sessions_search", {"query": "hello"}),
+    ("agents_list", {}),
+    ("subagents", {"action": "list"}),
+)
+_OWN_NAME = re.compile(
+    "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}|(direct|served)[0-9]+"
+)  # of a session, a run or a state directory
+EFFECTS = """
+SELECT 'exchange', requester_key, target_key, phase, CAST(turn AS text), announced, CAST(destination AS text)
+  FROM exchanges
+UNION ALL SELECT 'task', requester_key, agent_id, phase, outcome, announced, CAST(destination AS text) FROM tasks
+UNION ALL SELECT 'child', p.key, s.agent_id, CAST(s.sandboxed AS text), CAST(s.envelope AS text), '', ''
+  FROM sessions s JOIN sessions p ON p.id = s.spawned_by
+UNION ALL SELECT 'delivery', session_key, kind, state, error, CAST(destination AS text), '' FROM deliveries
+"""
+UNSETTLED = """
+SELECT (SELECT count(*) FROM runs WHERE ended_at IS NULL) + (SELECT count(*) FROM exchanges WHERE settled_at IS NULL)
+  + (SELECT count(*) FROM tasks WHERE settled_at IS NULL) + (SELECT count(*) FROM deliveries WHERE settled_at IS NULL)
+  AS n
+"""
+
+
+def _list_acting_calls(me: Fact, facts: list[Fact]) -> list[tuple[str, Settings]]:
+    """Every action of the tools, on every session and for every agent."""
+    calls: list[tuple[str, Settings]] = []
+    for it in facts:
+        calls += [
+            ("session_status", {"sessionKey": it.key}),
+            ("subagents", {"action": "kill", "target": it.key}),
+            ("subagents", {"action": "steer", "target": it.key, "message": "x"}),
+            (
+                "sessions_send",
+                {
+                    "sessionKey": it.key,
+                    "message": "x",
+                    "timeoutSeconds": 0,
+                    "replyBack": 1,
+                    "idempotencyKey": f"{me.key} to {it.key}",
+                },
+            ),
+        ]
+    spawns = [{"task": "x", "agentId": agent, "sandbox": "inherit"} for agent in AGENTS]
+    return [*calls, *(("sessions_spawn", spawn) for spawn in spawns)]
+
+
+def _normalize(answer: Any) -> Any:
+    return json.loads(_OWN_NAME.sub("?", json.dumps(answer, default=str)))
+
+
+def _outline(answer: dict[str, Any]) -> dict[str, Any]:
+    """What does not depend on how far runs have come meanwhile."""
+    return {
+        name: answer[name] for name in ("status", "code", "error", "sessionKey", "killed") if name in answer
+    }
+
+
+async def _use_directly(opened: App, me: Fact, tool: str, arguments: Settings) -> dict[str, Any] | None:
+    """The answer in a run of the session; None if it does not have the tool."""
+    actor = (await opened.operations.sessions.act_as(OPERATOR, me.key)).actor
+    if tool not in actor.tools:
+        return None
+    call = ToolRequest(
+        caller=actor.caller,
+        run_id="run",
+        call_id=uuid.uuid4().hex,
+        arguments=arguments,
+        tool_names=actor.tools.keys(),
+    )
+    return (await actor.tools[tool].invoke(call)).details
+
+
+async def _use_over_mcp(client: McpClient, tool: str, arguments: Settings) -> dict[str, Any] | None:
+    try:
+        return (await client.call_tool(tool, dict(arguments))).structured_content
+    except MCPError as error:
+        assert "There is no tool" in str(error)
+        return None
+
+
+async def _settle(path: Path) -> list[str]:
+    """Wait until nothing is under way, and return what has come of it."""
+    async with asyncio.timeout(BOUND):
+        while query_database(path / DATABASE, UNSETTLED)[0]["n"]:  # noqa: ASYNC110 - a fact of the store
+            await asyncio.sleep(0)
+    return sorted(
+        _OWN_NAME.sub("?", str(tuple(row.values()))) for row in query_database(path / DATABASE, EFFECTS)
+    )
+
+
+@pytest.mark.requirement("M2", "V1", "V2", "V3", "G30", "SEC5", "SEC6", "D3")
+@settings(UNSHRUNK, max_examples=12)
+@given(configurations, stores, st.sampled_from(POLICIES))
+def test_each_tool_does_through_mcp_what_it_does_in_a_run(
+    tmp_path_factory: pytest.TempPathFactory, configuration: Settings, wanted: list[Born], policy: Settings
+) -> None:
+    """The same calls in two equal stores: the same answers, children, exchanges and posts."""
+
+    async def check(paths: Sequence[Path]) -> None:
+        config = make_config({**configuration, **policy})
+        functions = {agent: FunctionRuntime(_silent) for agent in AGENTS}
+        async with (
+            open_app(config, paths[0], functions=functions) as direct,
+            open_app(config, paths[1], functions=functions) as served,
+        ):
+            facts = await direct.store.tx(_populate, wanted)
+            await served.store.tx(_populate, wanted)
+            for me in facts[:3]:
+                async with _connect_as(_wrap_app(served), me) as client:
+                    await _compare_reading(direct, client, me)
+            for me in facts[:2]:
+                async with _connect_as(_wrap_app(served), me) as client:
+                    await _compare_acting(direct, client, me, facts)
+                assert await _settle(paths[0]) == await _settle(paths[1])
+
+    asyncio.run(check([tmp_path_factory.mktemp(name) for name in ("direct", "served")]))
+
+
+@asynccontextmanager
+async def _connect_as(gateway: GatewayState, me: Fact) -> AsyncGenerator[McpClient]:
+    """Open an MCP client that acts as this session, with an administrator's token."""
+    provider = SessionProvider(TokenClient(gateway, LOCAL_ADMIN_IDENTITY, me.key), gateway.closing)
+    async with McpClient(build_server(provider)) as client:
+        yield client
+
+
+async def _compare_reading(direct: App, client: McpClient, me: Fact) -> None:
+    for tool, arguments in READ_CALLS:
+        told = await _use_over_mcp(client, tool, arguments)
+        assert _normalize(told) == _normalize(await _use_directly(direct, me, tool, arguments)), tool
+
+
+async def _compare_acting(direct: App, client: McpClient, me: Fact, facts: list[Fact]) -> None:
+    for tool, arguments in _list_acting_calls(me, facts):
+        one = await _use_directly(direct, me, tool, arguments)
+        other = await _use_over_mcp(client, tool, arguments)
+        assert (one is None) is (other is None), (tool, arguments)
+        if one is not None and other is not None:
+            assert _normalize(_outline(one)) == _normalize(_outline(other)), (tool, arguments)
+
+
+# --- children, down a line ---
 
 
 @pytest.mark.requirement(
