@@ -18,7 +18,7 @@ from antiphon.client import Client, Site
 from antiphon.errors import McpServerUnavailable
 from antiphon.mcp.logins import locate_login_file
 from cli.gateways import token, up
-from cli.terminal import Program
+from cli.terminal import Program, Terminal
 from support.mcp_servers import BOUND, HttpServer, open_client, run_http_server
 from support.model_provider import Answer, Call, Provider
 
@@ -193,3 +193,28 @@ async def test_a_login_survives_kills_of_the_gateway(program: Program, tmp_path:
             assert (await ask(again.url, 3))["state"] == "ready"
             assert provider.bodies[-1]["messages"][-1]["content"] == "42"
             assert again.stop() == 0
+
+
+async def test_adding_a_server_that_needs_a_login_ends_with_its_tools(
+    program: Program, tmp_path: Path
+) -> None:
+    """At a terminal where no browser can be opened, with everything asked for."""
+    async with run_protected_server(tmp_path / "calls") as server:
+        with Terminal(program, ("mcp", "add"), screen_columns=2000) as terminal:
+            terminal.expect("Name")
+            terminal.type("s")
+            terminal.expect("Command, or URL")
+            terminal.type(server.url)
+            terminal.expect("Header")
+            terminal.type("")
+            terminal.expect("asks for a login")
+            shown = terminal.expect(r"open: (http\S+)")[1]
+            terminal.expect("paste its address")
+            page = httpx2.get(shown, trust_env=False)
+            assert "close this window" in httpx2.get(page.headers["location"], trust_env=False).text
+            terminal.expect("Logged in")
+            terminal.expect("Added 's'")
+            terminal.expect("mcp__s__add")
+            assert terminal.ended() == 0
+            assert "xdg-open" not in terminal.text
+        assert program.run("mcp", "test", "s").code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -430,7 +431,7 @@ def _log_in(
 
     def show_page(url: str, offer: Callable[[str], bool]) -> None:
         click.echo(f"To log in, open: {_output.clean_line(url)}", err=True)
-        if opens_browser and _is_conversation(settings):
+        if opens_browser and _is_conversation(settings) and _has_display():
             click.launch(url)
         if sys.stdin.isatty():
             click.echo(
@@ -447,6 +448,11 @@ def _log_in(
     if not settings.json:
         click.echo("Logged in." if has_logged_in else "The server asks for no login.")
     return _probe(settings, name, server)
+
+
+def _has_display() -> bool:
+    """Whether a browser can show a window; without one, programs that open addresses fill the terminal with errors."""
+    return sys.platform != "linux" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 def _read_pasted(offer: Callable[[str], bool]) -> None:
