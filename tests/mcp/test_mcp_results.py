@@ -96,6 +96,14 @@ async def test_calls_side_by_side_keep_the_same_file(tmp_path: Path) -> None:
         await client.prepare()
         results = await asyncio.gather(*(client.call("mcp__s__picture") for _ in range(12)))
         assert all(RESULT_FILES_DIRECTORY in result.text for result in results)
+        albums = await asyncio.gather(
+            *(
+                client.call("mcp__s__album", pictures=MAX_FILES_PER_RESULT, sizes=size % 12)
+                for size in range(24)
+            )
+        )
+        assert {album.text.count(RESULT_FILES_DIRECTORY) for album in albums} == {MAX_FILES_PER_RESULT}
+        assert len(list(locate_kept_files(tmp_path).iterdir())) <= MAX_RESULT_FILES
 
 
 async def test_a_long_text_is_cut_and_its_whole_is_a_file(tmp_path: Path) -> None:

@@ -215,10 +215,10 @@ class WorkspaceDirectory:
         except NotFound:
             return []
         try:
-            ages = {
-                name: os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime_ns
-                for name in os.listdir(fd)  # noqa: PTH208 - of a descriptor
-            }
+            ages: dict[str, int] = {}
+            for name in os.listdir(fd):  # noqa: PTH208 - of a descriptor
+                with suppress(FileNotFoundError):  # it has been removed meanwhile
+                    ages[name] = os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime_ns
         finally:
             os.close(fd)
         return sorted(ages, key=lambda name: ages[name])

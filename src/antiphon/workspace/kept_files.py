@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from antiphon.access import Caller
 from antiphon.errors import AntiphonError, StaleFile
-from antiphon.workspace.directory import WorkspaceDirectory
+from antiphon.workspace.directory import TEMPORARY_FILE_PREFIX, WorkspaceDirectory
 from antiphon.workspace.files import MAX_READ_BYTES, locate_writable, plan_replacement, work_in_directory
 from antiphon.workspace.locations import SessionWorkspace
 
@@ -38,7 +38,11 @@ class KeptFiles:
 
         def keep(directory: WorkspaceDirectory) -> None:
             _write(directory, inner, data)
-            names = [each for each in directory.list_names(folder) if each != name]
+            names = [
+                each
+                for each in directory.list_names(folder)
+                if each != name and not each.startswith(TEMPORARY_FILE_PREFIX)
+            ]
             excess = max(0, len(names) + 1 - self._max_files)
             for each in names[: min(excess, self._max_files)]:
                 with suppress(AntiphonError):  # what an agent has put there need not be a file
