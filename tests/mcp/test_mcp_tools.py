@@ -288,6 +288,18 @@ def test_what_cannot_work_is_refused(server: dict[str, Any], expected: str) -> N
             parse(place)
 
 
+def test_keys_of_other_programs_are_named_with_what_to_use_instead() -> None:
+    foreign = {"requestTimeoutMs": 1, "autoApprove": ["a"], "oauth": {"scope": "a"}, "sslVerify": False}
+    servers = {"s": {"url": "http://localhost/mcp", **foreign}}
+    for place in ({"mcp": {"servers": servers}}, {"mcpServers": servers}):
+        _, warnings = parse(place)
+        assert len(warnings) == len(foreign)
+        text = "\n".join(map(str, warnings))
+        assert all(word in text for word in ("Use 'timeout'", "Use 'ask'", "mcp login", "always verified")), (
+            text
+        )
+
+
 def test_every_spelling_is_accepted_once() -> None:
     one = {"command": "one", "workingDirectory": "/tmp", "type": "stdio"}
     two = {"url": "http://localhost/mcp", "type": "streamable-http"}

@@ -30,7 +30,10 @@ _TOOL_KEYS = "codeMode elevated message swarm toolsBySender"
 _LOOP_KEYS = "detectors detectorCooldownMs postCompactionGuard repeatThreshold unknownToolThreshold"
 _EXEC_KEYS = "approvalRunningNoticeMs commandHighlighting mode node reviewer safeBinProfiles strictInlineEval"
 _SEARCH_SERVICE_KEYS = "exa firecrawl gemini grok kimi openaiCodex perplexity tavily"
-_MCP_SERVER_KEYS = "alwaysAllow autoApprove connectionTimeoutMs description icon"
+_MCP_SERVER_KEYS = (
+    "alwaysAllow autoApprove clientCert clientKey connectionTimeoutMs description icon oauth requestTimeoutMs sslVerify"
+    " supportsParallelToolCalls"
+)
 _ENDPOINT_KEYS = "files images maxBodyBytes maxImageParts maxTotalImageBytes maxUrlParts"
 _AGENT_KEYS = (
     "contextInjection contextLimits contextTokens"
@@ -112,6 +115,17 @@ FOREIGN_KEY_ADVICE: dict[str, str] = {
         (f"loopDetection.{key}" for key in _LOOP_KEYS.split() if key != "repeatThreshold"),
         "every repeated call with the same result is counted. Use the thresholds of 'tools.loopDetection'.",
     ),
+    "requestTimeoutMs": "the timeout of a call is in seconds. Use 'timeout'.",
+    "connectionTimeoutMs": "a server has 30 seconds to start. Remove it.",
+    **dict.fromkeys(
+        ("alwaysAllow", "autoApprove"), "no call is asked about by default. Use 'ask' for those that are."
+    ),
+    "oauth": "a login is described by another key. Use 'auth' with type 'oauth', and run `antiphon mcp login`.",
+    **dict.fromkeys(
+        ("sslVerify", "clientCert", "clientKey"),
+        "certificates are those of the system, and always verified. Use 'headers' or a login.",
+    ),
+    "supportsParallelToolCalls": "calls of a server run side by side. Remove it.",
     "tools.message": "posting follows the send policy. Use 'session.sendPolicy' and 'tools.sessions'.",
     "tools.swarm": "sub-agents have limits of their own. Use 'agents.defaults.subagents'.",
     "tools.media": (
