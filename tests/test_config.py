@@ -1874,6 +1874,10 @@ def test_a_foreign_key_about_tools_says_why_and_what_to_use_instead(suffix: str)
     ]
     assert places, "the advice is about no key of the table"
     for place in places:
-        raw = within(place, {"enabled": True})
+        section, _, key = place.rpartition(".")
+        needed = {"url": "http://localhost/mcp"} if section.endswith("ervers.*") else {}
+        raw = (
+            within(section.replace("*", "one"), {**needed, key: {"enabled": True}}) if section else {key: {}}
+        )
         warnings = [warning for warning in parse(raw)[1] if "has no effect: " in warning]
         assert [warning.endswith(FOREIGN_KEY_ADVICE[suffix]) for warning in warnings] == [True]
