@@ -145,6 +145,7 @@ def test_send_is_a_command_of_every_way_to_talk(program: Program, beside: bool) 
             (["chat", "--message", "/send off"], "Send policy set to off.", "deny"),
             (["send", "main", "/send on", "--wait", "30"], "Send policy set to on.", "allow"),
             (["agent", "--message", "/send off"], "Send policy set to off.", "deny"),
+            (["send", "main", "/send on"], "Send policy set to on.", "allow"),
             (["chat"], "Send policy set to inherit.", None),
         ):
             done = program.run(*arguments, stdin="/send inherit\n" if arguments == ["chat"] else "")

@@ -12,6 +12,7 @@ from antiphon.cli import _output
 from antiphon.cli._errors import get_run_exit_code
 from antiphon.cli._options import Settings, common_options, gateway_options
 from antiphon.cli._param_types import FiniteNumberParam, IntegerParam
+from antiphon.send_policy import parse_send_command
 
 if TYPE_CHECKING:
     from antiphon.operations.types import IncomingMessage, MessageReceipt, RunView, SendRequest, SendResult
@@ -89,8 +90,9 @@ def command(
 
 def _send_as_operator(settings: Settings, message: IncomingMessage, seconds: float | None) -> int:
     accepted, view = asyncio.run(_submit_message(settings, message, seconds))
-    if seconds is not None:
-        return print_run_outcome(settings, view, seconds)
+    is_answered_command = view.has_ended and parse_send_command(str(message.content)) is not None
+    if seconds is not None or (is_answered_command and not settings.json):
+        return print_run_outcome(settings, view, seconds or 0)
     if settings.json:
         _output.print_json(accepted)
     else:
