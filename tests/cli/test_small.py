@@ -104,6 +104,7 @@ def test_sub_agents_are_stopped_and_redirected(program: Program) -> None:
         assert spawn(program, "one", "--wait").code == 1
         assert spawn(program, "two", "--wait").code == 0
         assert states(program)["two"] == ("settled", "ok", "something else")
+        assert program.run("subagents", "show", "two", "--json").json["task"] == "say something else"
         assert states(program)["one"][:2] == ("settled", "cancelled")
         assert states(program)["three"][0] == "running"
 

@@ -297,7 +297,7 @@ async def test_a_child_cannot_stop_or_steer_its_siblings(tmp_path: Path) -> None
 
 
 @pytest.mark.requirement("A2", "P5")
-async def test_a_child_that_is_steered_keeps_its_task_and_reports_once(tmp_path: Path) -> None:
+async def test_a_child_that_is_steered_has_a_new_task_and_reports_once(tmp_path: Path) -> None:
     nursery = Nursery("dig deep")
     async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
         await agents.ask("go")
@@ -307,7 +307,7 @@ async def test_a_child_that_is_steered_keeps_its_task_and_reports_once(tmp_path:
         said = await agents.use("subagents", action="steer", target="dig deep", message="look up")
         assert (said["status"], said["label"]) == ("accepted", "dig deep")
         await agents.wait_until_idle()
-        after = tasks(agents)["dig deep"]
+        after = tasks(agents)["look up"]
         assert (after["id"], after["child_key"]) == (before["id"], before["child_key"])
         assert (after["outcome"], after["result"]) == ("ok", "did look up")
         assert (await agents.operations.runs.get(OPERATOR, before["id"])).state == "cancelled"
@@ -708,7 +708,7 @@ async def test_a_child_is_steered_from_any_run_and_each_call_is_one_of_its_own(
         assert said[0]["runId"] != said[1]["runId"]
         nursery.free["look down"].set()
         await agents.wait_until_idle()
-        assert tasks(agents)["dig 1"]["result"] == "did look down"
+        assert tasks(agents)["look down"]["result"] == "did look down"
 
 
 # --- many of them, and long ones ---

@@ -114,6 +114,8 @@ class MessageOperations:
         stopped, place = NO_EFFECTS, _TaskPlacement()
         if not await lifecycle.was_accepted(tx, run_id):
             place = await self._resolve_placement(tx, caller, session, run_id, origin)
+            if place.task is not None and (text := _extract_text(message)):
+                await task_rows.replace_task_text(tx, place.task, text)
             stopped = await endings.cancel_runs(tx, session["id"], None, now)
         accepted, row, _ = await self._submit(tx, caller, message, run_id, now, place)
         return stopped, accepted, row
@@ -249,6 +251,18 @@ def _build_entry(message: IncomingMessage, now: int) -> UserMessage | ToolResult
     if isinstance(message.content, ToolResult):
         return msgspec.structs.replace(message.content, timestamp=now)
     return UserMessage(content=message.content, timestamp=now, provenance=message.provenance)
+
+
+def _extract_text(message: IncomingMessage) -> str:
+    """Return what a person or an agent wrote, without images."""
+    if isinstance(message.content, ToolResult):
+        return ""
+    blocks = message.content
+    return (
+        blocks
+        if isinstance(blocks, str)
+        else "\n".join(it.text for it in blocks if isinstance(it, TextBlock))
+    )
 
 
 async def _renew_conversation(tx: Tx, caller: Caller, row: Row, reason: str, now: int) -> Row:

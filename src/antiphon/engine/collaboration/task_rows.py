@@ -178,6 +178,11 @@ async def continue_task(
     return ContinuedTask(task["n"], first_run["deadline_at"] if first_run else None)
 
 
+async def replace_task_text(tx: Tx, n: int, text: str) -> None:
+    """Replace what a sub-agent is to do, for its report and for lists."""
+    await tx.do(SQL.replace_text, n=n, task=text)
+
+
 async def record_announce_outcome(tx: Tx, task_n: int, state: str, now: int) -> None:
     """Record that the delivery of the report has settled, which starts the time until archiving."""
     task = await tx.one(SQL.by_n, n=task_n)

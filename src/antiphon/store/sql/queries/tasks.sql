@@ -75,6 +75,9 @@ WHERE n = :n;
 -- name: advance
 UPDATE tasks SET phase = :phase, current = :current WHERE n = :n;
 
+-- name: replace_text
+UPDATE tasks SET task = :task WHERE n = :n;
+
 -- name: settle
 UPDATE tasks SET phase = 'settled', announced = :announced, report = :report, settled_at = :now, archive_at = :archive_at
 WHERE n = :n;
@@ -93,7 +96,7 @@ WHERE t.phase = 'waiting' AND r.deadline_at <= :now LIMIT 100;
 UPDATE tasks SET wakes = 0 WHERE requester = :requester AND phase <> 'settled';
 
 -- name: to_archive
-SELECT t.n, t.child, t.child_key, t.agent_id, t.options FROM tasks t
+SELECT t.n, t.child, t.child_key, t.child_session_id, t.agent_id, t.options FROM tasks t
 WHERE t.archive_at <= :now AND t.archived_at IS NULL ORDER BY t.archive_at LIMIT :limit;
 
 -- name: set_archived
