@@ -334,7 +334,8 @@ async def test_a_session_that_is_gone_or_closed_is_an_error_and_not_the_end(tmp_
         keep = RetentionPolicy(archive_after_days=5, delete_archived_after_days=5)
         await retention.apply_retention(at.app.store, keep, at.clock.now())
         at.clock.advance(days=10)
-        assert await retention.apply_retention(at.app.store, keep, at.clock.now()) == [chat]
+        [removed] = await retention.apply_retention(at.app.store, keep, at.clock.now())
+        assert removed.key == chat
         assert (await at.get(job)).state.last_status is None  # the run went with its session
         await at.scheduler.fire_due_jobs()
         state = (await at.get(job)).state

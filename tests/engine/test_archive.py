@@ -55,7 +55,10 @@ async def spawned(agents: AgentsFixture, **options: Any) -> dict[str, Any]:
 
 
 async def sweep(agents: AgentsFixture) -> list[str]:
-    return await subagent_archive.archive_finished_subagents(store_of(agents), agents.app.clock.now())
+    now = agents.app.clock.now()
+    return [
+        removed.key for removed in await subagent_archive.archive_finished_subagents(store_of(agents), now)
+    ]
 
 
 async def queue(agents: AgentsFixture, key: str, run_id: str, origin: str = "chat") -> None:

@@ -18,7 +18,7 @@ from antiphon.errors import NotFound
 from antiphon.messages import UserMessage
 from antiphon.operations.types import ListFilter
 from antiphon.runtimes import Prompt
-from support.app_fixture import MAIN, OPERATOR, open_app_fixture
+from support.app_fixture import MAIN, OPERATOR, AppFixture, open_app_fixture
 
 pytestmark = pytest.mark.anyio
 
@@ -30,6 +30,13 @@ async def echo(prompt: Prompt) -> str:
     return "ok"
 
 
+async def apply_retention(
+    app: AppFixture, clock: ManualClock, policy: RetentionPolicy = RETENTION
+) -> list[str]:
+    """Apply a policy; return the keys of the sessions that were archived or deleted."""
+    return [removed.key for removed in await retention.apply_retention(app.store, policy, clock.now())]
+
+
 @pytest.mark.requirement("G21", "G27")
 async def test_archiving_hides_and_keeps(tmp_path: Path) -> None:
     clock = ManualClock()
@@ -39,12 +46,10 @@ async def test_archiving_hides_and_keeps(tmp_path: Path) -> None:
         clock.advance(days=20)
         await app.ask("hello again", "agent:main:direct:young")
         clock.advance(days=10, seconds=-1)
-        assert (
-            await retention.apply_retention(app.store, RETENTION, clock.now()) == []
-        )  # one second short of it
+        assert await apply_retention(app, clock) == []  # one second short of it
         clock.advance(seconds=2)
-        assert await retention.apply_retention(app.store, RETENTION, clock.now()) == ["agent:main:direct:old"]
-        assert await retention.apply_retention(app.store, RETENTION, clock.now()) == []
+        assert await apply_retention(app, clock) == ["agent:main:direct:old"]
+        assert await apply_retention(app, clock) == []
 
         async def listed(archived: bool) -> set[str]:
             page = await app.operations.sessions.list(OPERATOR, ListFilter(include_archived=archived))
@@ -70,16 +75,12 @@ async def test_deleting_takes_the_words_and_leaves_the_ledger(tmp_path: Path) ->
         await app.ask("another secret", "agent:main:direct:gone")
         clock.advance(days=31)
         await app.ask("alive")
-        await retention.apply_retention(app.store, RETENTION, clock.now())
+        await apply_retention(app, clock)
         clock.advance(days=365, seconds=-1)
-        await retention.apply_retention(
-            app.store, RetentionPolicy(delete_archived_after_days=365), clock.now()
-        )
+        await apply_retention(app, clock, RetentionPolicy(delete_archived_after_days=365))
         assert app.rows("SELECT 1 FROM sessions WHERE key = 'agent:main:direct:gone'")
         clock.advance(seconds=2)
-        gone = await retention.apply_retention(
-            app.store, RetentionPolicy(delete_archived_after_days=365), clock.now()
-        )
+        gone = await apply_retention(app, clock, RetentionPolicy(delete_archived_after_days=365))
         assert gone == ["agent:main:direct:gone"]
         for reference in ("agent:main:direct:gone", first.session_id):
             with pytest.raises(NotFound):
@@ -110,7 +111,7 @@ async def test_only_the_idle_are_touched(tmp_path: Path) -> None:
         run_id = await app.say("one", timeout_seconds=360 * 86_400)
         await asyncio.wait_for(begun.wait(), 10)
         clock.advance(days=100)
-        assert await retention.apply_retention(app.store, RETENTION, clock.now()) == []
+        assert await apply_retention(app, clock) == []
         release.set()
         assert (await app.wait_for_end(run_id)).state == "ok"
         # A message that waits, and that no process has taken up yet, keeps its session too.
@@ -119,11 +120,11 @@ async def test_only_the_idle_are_touched(tmp_path: Path) -> None:
         waiting = Submission(run_id="two", session=session, session_key=MAIN, origin="chat", message=message)
         await app.store.tx(run_queue.submit, waiting, clock.now())
         clock.advance(days=31)
-        assert await retention.apply_retention(app.store, RETENTION, clock.now()) == []
+        assert await apply_retention(app, clock) == []
     async with open_app_fixture(tmp_path, agent, clock=clock, timings=QUIET) as app:
         await app.wait_for_end("two")
         clock.advance(days=31)
-        assert await retention.apply_retention(app.store, RETENTION, clock.now()) == [MAIN]
+        assert await apply_retention(app, clock) == [MAIN]
 
 
 @pytest.mark.requirement("G21")
@@ -136,9 +137,9 @@ async def test_many_are_swept_in_bounded_transactions(tmp_path: Path) -> None:
         ]
         await asyncio.gather(*(app.create(key) for key in keys))
         clock.advance(days=31)
-        assert sorted(await retention.apply_retention(app.store, RETENTION, clock.now())) == keys
+        assert sorted(await apply_retention(app, clock)) == keys
         clock.advance(days=366)
-        assert sorted(await retention.apply_retention(app.store, RETENTION, clock.now())) == keys
+        assert sorted(await apply_retention(app, clock)) == keys
         assert app.rows("SELECT 1 FROM sessions") == []
 
 
@@ -148,11 +149,14 @@ async def test_by_default_nothing_is_ever_touched_and_the_chore_runs(tmp_path: P
     brisk = EngineTimings(lease_seconds=10**7, sweep_interval_seconds=3600, retention_interval_seconds=0.005)
     async with open_app_fixture(tmp_path, echo, clock=clock, timings=brisk) as app:
         await app.ask("hello")
+        [session] = app.rows("SELECT session_id FROM sessions")
         clock.advance(days=10_000)
-        assert await retention.apply_retention(app.store, RetentionPolicy(), clock.now()) == []
+        assert await apply_retention(app, clock, RetentionPolicy()) == []
     async with (
         open_app_fixture(tmp_path, echo, clock=clock, timings=brisk, retention=RETENTION) as app,
         app.bus.listen("sessions") as events,
     ):
-        assert await events.get(10) == SessionChanged(session_key=MAIN, reason="retention")
+        assert await events.get(10) == SessionChanged(
+            session_key=MAIN, reason="retention", session_id=session["session_id"]
+        )
         assert app.rows("SELECT key FROM sessions WHERE archived = 1") == [{"key": MAIN}]

@@ -158,7 +158,7 @@ class SessionChanged(_Event, tag="session", frozen=True):
     """A session changed in something other than its entries.
 
     In a feed, `renewed` names the conversation that continues and the sequence number it continues after. To followers
-    of all sessions, `delete` names the conversation that the session had.
+    of all sessions, `delete` and `retention` name the conversation that the session had.
     """
 
     session_key: str

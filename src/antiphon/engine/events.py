@@ -22,6 +22,7 @@ from antiphon.bus import (
 )
 from antiphon.engine.runs.effects import EndedRun, RunIdentity
 from antiphon.engine.runs.run_queue import ANNOUNCE_ORIGIN, NOTE_ORIGIN, QUIET_ORIGINS, SANITIZED_ORIGINS
+from antiphon.engine.sessions.retention import RemovedSession
 from antiphon.engine.sessions.transcripts import Entry
 from antiphon.messages import ToolCall, ToolResult
 
@@ -83,9 +84,10 @@ class EventPublisher:
             for topic in topics:
                 self._bus.publish(topic, event)
 
-    def publish_removed_session(self, session_key: str) -> None:
+    def publish_removed_session(self, removed: RemovedSession) -> None:
         """Publish that retention removed a session."""
-        self._bus.publish(SESSION_CHANGES_TOPIC, SessionChanged(session_key=session_key, reason="retention"))
+        event = SessionChanged(session_key=removed.key, reason="retention", session_id=removed.session_id)
+        self._bus.publish(SESSION_CHANGES_TOPIC, event)
 
     def publish_gap(self) -> None:
         """Make all feeds read again, because a replica may have committed entries without publishing them."""

@@ -167,8 +167,8 @@ class Supervisor:
         if await self._store.read(completion.has_stuck_work):
             log.error("Settling stuck exchanges or tasks")
             await self._worker.apply_effects(await self._store.tx(completion.settle_stuck_work, now))
-        for key in await subagent_archive.archive_finished_subagents(self._store, now):
-            self._events.publish_removed_session(key)
+        for removed in await subagent_archive.archive_finished_subagents(self._store, now):
+            self._events.publish_removed_session(removed)
         await self._store.tx(chains.delete_expired_waits, now)
 
     async def _force_end_runs(self, before: int, now: int) -> None:
@@ -211,8 +211,10 @@ class Supervisor:
             await self._worker.apply_effects(await self._store.tx(endings.expire_overdue_work, now))
 
     async def _apply_retention(self) -> None:
-        for key in await retention.apply_retention(self._store, self._retention_policy, self._clock.now()):
-            self._events.publish_removed_session(key)
+        for removed in await retention.apply_retention(
+            self._store, self._retention_policy, self._clock.now()
+        ):
+            self._events.publish_removed_session(removed)
 
     async def _index_transcripts(self) -> None:
         await search.catch_up_index(self._store)

@@ -16,6 +16,7 @@ from pathlib import Path
 from antiphon.engine.collaboration import attachments, task_rows
 from antiphon.engine.collaboration.task_rows import TaskOptions
 from antiphon.engine.sessions import session_rows
+from antiphon.engine.sessions.retention import RemovedSession
 from antiphon.errors import AntiphonError
 from antiphon.store import Row, Store, Tx
 
@@ -25,14 +26,14 @@ MAX_TASKS_PER_SWEEP = 50  # keeps a sweep short; the next one comes soon
 BUSY_CHILD_RETRY_MS = 60_000
 
 
-async def archive_finished_subagents(store: Store, now: int) -> list[str]:
-    """Archive or delete the children of due tasks. Returns the keys of their sessions."""
-    archived: list[str] = []
+async def archive_finished_subagents(store: Store, now: int) -> list[RemovedSession]:
+    """Archive or delete the children of due tasks. Returns their sessions."""
+    archived: list[RemovedSession] = []
     for task in await store.read(task_rows.list_tasks_to_archive, now, MAX_TASKS_PER_SWEEP):
         if await store.tx(_archive_or_delete_child, task, now):
             await asyncio.to_thread(_remove_files, task_rows.decode_task_options(task))
             await store.tx(task_rows.set_archived, task["n"], now)
-            archived.append(task["child_key"])
+            archived.append(RemovedSession(task["child_key"], task["child_session_id"]))
     return archived
 
 

@@ -8,7 +8,7 @@ chains and commands are deleted after the same time as archived sessions.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -31,7 +31,15 @@ OLD_RECORD_QUERIES = (
     SQL.delete_old_commands,
 )
 
-RetentionScript: TypeAlias = Callable[[Tx, str, int, int], Coroutine[Any, Any, list[str]]]
+
+class RemovedSession(NamedTuple):
+    """A session that was archived or deleted, and the conversation that it had."""
+
+    key: str
+    session_id: str
+
+
+RetentionScript: TypeAlias = Callable[[Tx, str, int, int], Coroutine[Any, Any, list[RemovedSession]]]
 
 
 class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,9 +49,9 @@ class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     delete_archived_after_days: float | None = None
 
 
-async def apply_retention(store: Store, policy: RetentionPolicy, now: int) -> list[str]:
-    """Apply a policy to all sessions. Returns the keys of the sessions archived or deleted."""
-    changed: list[str] = []
+async def apply_retention(store: Store, policy: RetentionPolicy, now: int) -> list[RemovedSession]:
+    """Apply a policy to all sessions. Returns the sessions archived or deleted."""
+    changed: list[RemovedSession] = []
     archive_before = _compute_cutoff(policy.archive_after_days, now)
     delete_before = _compute_cutoff(policy.delete_archived_after_days, now)
     for kind in SESSION_KINDS:
@@ -63,8 +71,8 @@ def _compute_cutoff(days: float | None, now: int) -> int | None:
 
 async def _run_in_batches(
     store: Store, script: RetentionScript, kind: str, before: int, now: int
-) -> list[str]:
-    changed: list[str] = []
+) -> list[RemovedSession]:
+    changed: list[RemovedSession] = []
     while True:
         batch = await store.tx(script, kind, before, now)
         changed += batch
@@ -72,18 +80,18 @@ async def _run_in_batches(
             return changed
 
 
-async def _archive_stale_sessions(tx: Tx, kind: str, before: int, now: int) -> list[str]:
+async def _archive_stale_sessions(tx: Tx, kind: str, before: int, now: int) -> list[RemovedSession]:
     rows = await session_rows.list_unused_sessions(tx, kind, before, MAX_SESSIONS_PER_TRANSACTION)
     for row in rows:
         await session_rows.archive_session(tx, row["id"], now)
-    return [row["key"] for row in rows]
+    return [RemovedSession(row["key"], row["session_id"]) for row in rows]
 
 
-async def _delete_expired_sessions(tx: Tx, kind: str, before: int, now: int) -> list[str]:
+async def _delete_expired_sessions(tx: Tx, kind: str, before: int, now: int) -> list[RemovedSession]:
     rows = await session_rows.list_expired_sessions(tx, kind, before, MAX_SESSIONS_PER_TRANSACTION)
     for row in rows:
         await session_rows.delete_session(tx, row["id"], row["key"], now)
-    return [row["key"] for row in rows]
+    return [RemovedSession(row["key"], row["session_id"]) for row in rows]
 
 
 async def _delete_old_records(tx: Tx, query: Query, before: int) -> None:

@@ -184,7 +184,7 @@ WHERE id = :id;
 UPDATE transcripts SET ended_at = NULL WHERE id = :transcript;
 
 -- name: unused
-SELECT id, key FROM sessions
+SELECT id, key, session_id FROM sessions
 WHERE archived = 0 AND kind = :kind AND updated_at < :before AND state = 'idle'
   AND NOT EXISTS (SELECT 1 FROM runs r WHERE r.session = sessions.id AND r.state = 'queued')
 ORDER BY updated_at LIMIT :limit;
@@ -194,7 +194,7 @@ UPDATE sessions SET archived = 1, archived_at = :now WHERE id = :id AND archived
 
 -- name: expired
 -- A session is archived after its last use, so the index on `updated_at` bounds this too.
-SELECT id, key FROM sessions
+SELECT id, key, session_id FROM sessions
 WHERE archived = 1 AND kind = :kind AND updated_at < :before AND archived_at < :before AND state = 'idle'
   AND NOT EXISTS (SELECT 1 FROM runs r WHERE r.session = sessions.id AND r.state = 'queued')
 ORDER BY updated_at LIMIT :limit;
