@@ -67,6 +67,30 @@ def test_lines_are_wrapped_between_words(program: Program) -> None:
     assert [line for line in lines if line.startswith("word") and len(line) > 60] == []
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("config", "check"),
+        ("subagents", "show", "calc"),
+        ("cron", "run", "nightly"),
+        ("send", "main", f"fail {REASON}", "--wait", "30"),
+        ("sessions", "history", "nowhere"),
+    ],
+)
+def test_reports_and_errors_are_wrapped_between_words(used: Program, command: tuple[str, ...]) -> None:
+    used.configure({"tools": {"allow": ["no_such_tool"]}})
+    assert (
+        used.run("cron", "add", "--name", "nightly", "--every", "1h", "--message", f"fail {REASON}").code == 0
+    )
+    with replace(used, extra={"COLUMNS": "50"}).terminal(*command) as terminal:
+        terminal.ended()
+        lines = terminal.text.splitlines()
+    assert max(map(len, lines)) > 30, "there is something to wrap"
+    assert [line for line in lines if len(line) > 50 and len(line.split()) > 2] == [], (
+        "names and keys stay whole"
+    )
+
+
 def test_hints_name_the_program_as_it_was_called(program: Program) -> None:
     program = replace(program, extra={"ANTIPHON_COMMAND": "./antiphon"})
     sent = program.run("send", "main", "say hello")

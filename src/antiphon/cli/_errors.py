@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from antiphon.cli._output import PROGRAM_NAME, clean_text, escape_control_characters, name_program
+from antiphon.cli._output import (
+    PROGRAM_NAME,
+    clean_text,
+    escape_control_characters,
+    name_program,
+    print_wrapped,
+)
 from antiphon.errors import AntiphonError, Forbidden, ProviderError, TooManyFailures, Unauthorized
 
 if TYPE_CHECKING:
@@ -99,11 +105,13 @@ def _print_error(machine: bool, code: str, what: str, hint: str, data: dict[str,
             err=True,
         )
         return
-    start = "\033[31mError:\033[0m" if _is_stderr_coloured() else "Error:"
-    click.echo("\n".join(filter(None, [f"{start} {clean_text(what)}", clean_text(hint)])), err=True)
+    start = "\033[31mError:\033[0m " if _is_stderr_coloured() else "Error: "
+    print_wrapped(start, clean_text(what), width=len("Error: "), err=True)
+    if hint:
+        print_wrapped("", clean_text(hint), err=True)
     problems = data.get("problems")
     for problem in problems[:MAX_PROBLEMS_SHOWN] if isinstance(problems, list) else []:  # pyright: ignore[reportUnknownVariableType]
-        click.echo(f"- {clean_text(str(problem))}", err=True)  # pyright: ignore[reportUnknownArgumentType]
+        print_wrapped("- ", clean_text(str(problem)), err=True)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _is_stderr_coloured() -> bool:

@@ -16,6 +16,7 @@ import click
 PROGRAM_NAME = os.environ.get("ANTIPHON_COMMAND") or "antiphon"
 MAX_MESSAGE_CHARS = 4000  # of one message in a listing on a terminal; --json prints the whole message
 MAX_PADDED_CHARS = 120  # column width in a pipe, enough for any key; longer cells are printed in full
+MIN_TEXT_COLUMNS = 24  # beside a speaker's name; with less room, the text begins on the next line
 MAX_CALL_CHARS, MAX_BRIEF_CALL_CHARS = 200, 60  # of a tool call's text: in a history, and in a chat
 # Arguments of a tool call that name a session or an agent.
 TARGET_ARGUMENTS = (
@@ -182,20 +183,20 @@ def _stack_cells(headings: Sequence[str], cells: Sequence[str], edge: int) -> li
     return [bold(title) + lines[0][len(title) :], *lines[1:]]
 
 
-def print_wrapped(start: str, text: str, *, width: int | None = None) -> None:
+def print_wrapped(start: str, text: str, *, width: int | None = None, err: bool = False) -> None:
     """Print a text after its start, on a terminal wrapped between words and indented below itself.
 
     `width` is that of the start where it contains colours.
     """
     indent = len(start) if width is None else width
-    first, *more = _wrap_lines(text, indent, 0)
-    click.echo("\n".join([f"{start}{first}".rstrip(), *(f"{' ' * indent}{rest}".rstrip() for rest in more)]))
+    first, *more = _wrap_lines(text, indent, 0, err=err)
+    lines = [f"{start}{first}".rstrip(), *(f"{' ' * indent}{rest}".rstrip() for rest in more)]
+    click.echo("\n".join(lines), err=err)
 
 
 def print_fact(name: str, text: str) -> None:
     """Print a name and its text under a heading, with continuation lines indented."""
-    lines = clean_text(text).split("\n")
-    click.echo("\n".join([f"  {name:<6} {lines[0]}", *(f"         {more}" for more in lines[1:])]))
+    print_wrapped(f"  {name:<6} ", clean_text(text))
 
 
 def print_entry(ms: int | None, speaker: str, text: str, number: int | None = None) -> None:
@@ -204,16 +205,19 @@ def print_entry(ms: int | None, speaker: str, text: str, number: int | None = No
 
     at = " " * 8 if ms is None else datetime.fromtimestamp(ms / 1000).astimezone().strftime("%H:%M:%S")
     start = f"{at} " if number is None else f"{number:>5} {at} "
-    first, *more = _wrap_lines(clean_text(text), len(start), len(clean_line(speaker)) + 1)
-    click.echo(f"{dim(start)}{bold(clean_line(speaker))} {first}".rstrip())
+    name = clean_line(speaker)
+    first, *more = _wrap_lines(clean_text(text), len(start), len(name) + 1)
+    if more and len(start) + len(name) + MIN_TEXT_COLUMNS > get_terminal_columns() and sys.stdout.isatty():
+        first, more = "", _wrap_lines(clean_text(text), len(start), 0)
+    click.echo(f"{dim(start)}{bold(name)} {first}".rstrip())
     for rest in more:
         click.echo(f"{' ' * len(start)}{rest}".rstrip())
 
 
-def _wrap_lines(text: str, indent: int, taken: int) -> list[str]:
+def _wrap_lines(text: str, indent: int, taken: int, *, err: bool = False) -> list[str]:
     """Return the lines of a text, wrapped between words on a terminal."""
     lines = text.split("\n")
-    if not sys.stdout.isatty():
+    if not (sys.stderr if err else sys.stdout).isatty():
         return lines
     import textwrap
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -52,7 +51,7 @@ def explain_early_exit(session: str, *, hosted: bool, run_id: str | None = None)
 def print_accepted_run(run_id: str, session_key: str) -> None:
     """Print the accepted run on standard error, before waiting for it."""
     text = f"Accepted: run {_output.clean_line(run_id)} in {_output.clean_line(session_key)}."
-    click.echo(_output.dim(text) if sys.stderr.isatty() else text, err=True)
+    _output.print_wrapped("", text, err=True)
 
 
 async def wait_for_run_end(backend: Backend, run_id: str) -> RunView:

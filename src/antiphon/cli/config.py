@@ -33,7 +33,7 @@ def check(settings: Settings) -> None:
         _output.print_json(facts)
         return
     for name, fact in _format_facts(settings, facts):
-        click.echo(f"{name:<10} {_output.clean_text(fact)}")
+        _output.print_wrapped(f"{name:<10} ", _output.clean_text(fact))
     click.echo(
         "Valid, but a required secret is missing (see above)."
         if lacking

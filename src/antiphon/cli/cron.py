@@ -237,9 +237,10 @@ def _print_changed_job(settings: Settings, view: JobView, done: str) -> None:
         _output.print_json(view)
         return
     following = f"; next at {_format_next_run(view)}" if _format_next_run(view) else ""
-    click.echo(
+    _output.print_wrapped(
+        "",
         f"{done} job {_output.clean_line(view.name)!r} ({view.id}): "
-        f"{_output.clean_line(_format_schedule(view))}{following}."
+        f"{_output.clean_line(_format_schedule(view))}{following}.",
     )
 
 
@@ -339,11 +340,13 @@ def run(settings: Settings, job: str) -> int:
     if settings.json:
         _output.print_json(fired)
     else:
-        click.echo(_format_fired(fired))
+        _output.print_wrapped("", _format_fired(fired))
     if ended is None:
         return 0 if fired.ran else 1
     if ended.state != "ok" and not settings.json:
-        click.echo(_output.clean_text(ended.error or f"The run ended as {ended.state!r}."), err=True)
+        _output.print_wrapped(
+            "", _output.clean_text(ended.error or f"The run ended as {ended.state!r}."), err=True
+        )
     return get_run_exit_code(ended)
 
 

@@ -159,7 +159,9 @@ def print_run_outcome(settings: Settings, view: RunView, seconds: float = 0) -> 
         if view.reply:
             _output.print_wrapped("", _output.clean_text(view.reply))
         if view.state != "ok":
-            click.echo(_output.clean_text(view.error or f"The run ended as {view.state!r}."), err=True)
+            _output.print_wrapped(
+                "", _output.clean_text(view.error or f"The run ended as {view.state!r}."), err=True
+            )
     return get_run_exit_code(view)
 
 
@@ -178,7 +180,7 @@ def _print_exchange_outcome(settings: Settings, sent: SendResult, view: RunView,
 
 def _print_accepted_with_hint(run_id: str, session_key: str) -> None:
     key = _output.clean_line(session_key)
-    click.echo(f"Accepted: run {_output.clean_line(run_id)} in {key}.")
+    _output.print_wrapped("", f"Accepted: run {_output.clean_line(run_id)} in {key}.")
     click.echo(_output.dim(f"The answer: {_output.PROGRAM_NAME} sessions history {key}"), err=True)
 
 
@@ -189,7 +191,8 @@ def print_timeout_notice(view: RunView, seconds: float) -> None:
         where = f"is number {view.position} in the queue"
     else:
         where = f"has been running for {_output.format_duration(view.running_ms or 0)}"
-    click.echo(
+    _output.print_wrapped(
+        "",
         f"No answer after {seconds:g} s. The message was delivered and {where}; the run continues. "
         f"Look later: {_output.PROGRAM_NAME} sessions history {key}",
         err=True,

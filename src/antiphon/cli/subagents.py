@@ -118,7 +118,7 @@ def show(settings: Settings, target: str, requester: str) -> None:
             ("task", task.task),
         ):
             _output.print_fact(name, fact)
-    click.echo(_output.clean_text(report or "It has not reported yet."))
+    _output.print_wrapped("", _output.clean_text(report or "It has not reported yet."))
 
 
 async def _load_report(settings: Settings, target: str, requester: str) -> tuple[TaskView | None, str | None]:
@@ -177,8 +177,8 @@ def steer(settings: Settings, target: str, message: str, requester: str) -> None
     if settings.json:
         _output.print_json({"runId": run_id, "childSessionKey": task.child_session_key})
     else:
-        click.echo(
-            f"Accepted: run {_output.clean_line(run_id)} in {_output.clean_line(task.child_session_key)}."
+        _output.print_wrapped(
+            "", f"Accepted: run {_output.clean_line(run_id)} in {_output.clean_line(task.child_session_key)}."
         )
 
 
