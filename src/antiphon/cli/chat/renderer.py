@@ -256,10 +256,8 @@ class ChatRenderer:
             and event.run_id not in self._own_run_ids
             and not _is_hidden(event, body)
         ):
-            # Without a name, it was typed into the same session by another client.
-            self.print_note(
-                f"{speakers.format_speaker(entry, self.known) or 'another client'}> {_extract_text(body)}"
-            )
+            speaker = speakers.format_speaker(entry, self.known) or speakers.OTHER_CLIENT_SPEAKER
+            self.print_note(f"{speaker}> {_extract_text(body)}")
 
     def _handle_internal_answer(self, entry: speakers.TranscriptItem, run_id: str | None, text: str) -> None:
         """Handle an answer that is not for people, or only after it is posted."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from antiphon.cli._backend import Backend
     from antiphon.operations.types import ExchangeView
 
+OTHER_CLIENT_SPEAKER = "you (elsewhere)"  # of a message that was typed into this session, in another client
 REPORT_KIND = "subagent_result"
 INTERNAL_STEP_NAMES = {"announce_step": "announce step", "wake": "wake"}
 """Messages by which Antiphon itself makes a session continue; they address no other session."""
