@@ -49,7 +49,7 @@ class Times:
     gateway_tell: float = 0.014
     """CPU to publish one event. Apart."""
     gateway_hear: float = 0.016
-    """CPU to receive one event of another replica. Apart: one that nobody connected waits for."""
+    """CPU to receive one event of another replica. Listed apart: an event that no connected client waits for."""
     database_transaction: float = 0.44
     """CPU of PostgreSQL for a transaction. Measured."""
     database_script: float = 0.62
@@ -294,7 +294,7 @@ class Cluster:
             run.ended = self.clock.now
             self.runs.append(run)
             self._tell(there, self.load.told - 4)
-            self.crews[here].hand(lambda: None)  # whoever waits reads the row
+            self.crews[here].hand(lambda: None)  # the waiting client reads the row
 
         self.crews[here].hand(accepted)
 
@@ -329,8 +329,8 @@ def hearing(times: Times, load: Load, size: Size) -> float:
 
 
 def bounds(times: Times, load: Load, size: Size) -> dict[str, float]:
-    """Runs per second that each resource can do if nothing else were in the way and nobody shared a transaction."""
-    scripts = 4  # accepted, claimed, ended, and whoever waits reads the row
+    """Runs per second that each resource can do alone, if no transactions were shared."""
+    scripts = 4  # accepted, claimed, ended, and the read of the waiting client
     own = scripts * (times.gateway_transaction + times.gateway_script) + times.gateway_activation
     own += (load.told + load.pieces) * times.gateway_tell
     database = scripts * (times.database_transaction + times.database_script)

@@ -89,7 +89,7 @@ def _sent(snapshot: StoreSnapshot, run: Row, call: Call, sent: PlannedSend) -> l
     wanted = [sent.message, run["session"], sent.to, *([spoken[0], spoken[-1]] if spoken else [None, None])]
     if facts != wanted or exchange["announced"] not in ends:
         wrong.append(
-            f"exchange {exchange['id']} came to {facts}, {exchange['announced']}, not {wanted}, {ends}"
+            f"exchange {exchange['id']} ended as {facts}, {exchange['announced']}, not {wanted}, {ends}"
         )
     return wrong + _announced(snapshot, exchange, sent)
 
@@ -134,7 +134,7 @@ def _spawned(snapshot: StoreSnapshot, run: Row, call: Call, spawned: PlannedSpaw
     facts = _facts(task, "task", "requester", "agent_id", "outcome", "result", "announced")
     result = _last_word(snapshot, task["child"]) if spawned.wakes else spawned.result
     wanted = [spawned.task, run["session"], spawned.agent, spawned.outcome, result, spawned.announced]
-    wrong = [] if facts == wanted else [f"task {task['id']} came to {facts}, not {wanted}"]
+    wrong = [] if facts == wanted else [f"task {task['id']} ended as {facts}, not {wanted}"]
     wrong += _reported(snapshot, task, spawned)
     if spawned.cleanup == "delete":
         return wrong + _deleted(snapshot, task)

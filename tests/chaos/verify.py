@@ -155,7 +155,7 @@ def _outcome(snapshot: StoreSnapshot, planned: Planned) -> list[str]:
     facts = (snapshot.key_of(run["session"]), json.loads(run["input"])["content"], run["state"], steps)
     wanted = (planned.session, planned.text, planned.state, planned.steps)
     # The notice of a failure is an entry as well, in the place of the last answer.
-    return [] if facts == wanted else [f"{planned.key} came to {facts}, not {wanted}"]
+    return [] if facts == wanted else [f"{planned.key} ended as {facts}, not {wanted}"]
 
 
 def _noted(snapshot: StoreSnapshot, calls: Iterable[Call]) -> list[str]:
@@ -185,7 +185,7 @@ def _told(snapshot: StoreSnapshot, told: dict[str, Call], plan: Sequence[Planned
             continue
         heard = (snapshot.key_of(run["session"]), json.loads(run["input"])["content"], run["state"])
         if heard != (call.arguments["session"], call.arguments["text"], "ok"):
-            wrong.append(f"{run['id']} came to {heard}")
+            wrong.append(f"{run['id']} ended as {heard}")
     return wrong + [f"the effect of {key} is missing" for key in told]
 
 

@@ -22,7 +22,7 @@ def find_work_problems(state_dir: Path, kills: Sequence[int | str]) -> list[str]
     snapshot = StoreSnapshot(state_dir)
     run = snapshot.run("only")
     if run is None or (run["state"], run["reply"]) != ("ok", "done only"):
-        return [f"the turn came to {run and run['state']!r}, {run and run['reply']!r}"]
+        return [f"the turn ended as {run and run['state']!r}, {run and run['reply']!r}"]
     workspace = state_dir / "workspaces" / "main"
     wrong = _find_survivors(state_dir)
     for call in snapshot.calls(run):

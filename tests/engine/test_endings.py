@@ -1,4 +1,4 @@
-"""How a run ends when what it came to cannot be kept as it is, or not at all."""
+"""How a run ends whose answer cannot be stored as it is, or not at all."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _conversation(snapshot: StoreSnapshot, exchange: Row) -> list[str]:
         listener, speaker = ("requester", "target") if turn % 2 else ("target", "requester")
         facts = (run["session"], given["content"], given["provenance"].get("sourceSessionKey"))
         if facts != (exchange[listener], expected, exchange[f"{speaker}_key"]):
-            wrong.append(f"turn {turn} of exchange {exchange['id']} came to {facts} after {expected!r}")
+            wrong.append(f"turn {turn} of exchange {exchange['id']} ended as {facts} after {expected!r}")
         if (run["chain"], run["hop"]) != (exchange["chain"], exchange["hop"] + turn):
             wrong.append(f"turn {turn} of exchange {exchange['id']} is hop {run['hop']} of {run['chain']}")
         expected = run["reply"]
