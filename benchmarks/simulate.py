@@ -49,7 +49,7 @@ class Times:
     gateway_tell: float = 0.014
     """CPU to publish one event. Apart."""
     gateway_hear: float = 0.016
-    """CPU to receive one event of another replica. Listed apart: an event that no connected client waits for."""
+    """CPU to receive one event of another replica. Apart, for an event that no connected client waits for."""
     database_transaction: float = 0.44
     """CPU of PostgreSQL for a transaction. Measured."""
     database_script: float = 0.62

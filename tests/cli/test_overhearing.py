@@ -246,9 +246,9 @@ def test_who_stops_an_answer_leaves_what_others_have_waiting(program: Program) -
         terminal.expect("you> ")
         for words in ("slow 60 it is being said", "say this was kept"):
             assert program.run("send", "main", words).code == 0
-        terminal.expect("you (elsewhere)> slow 60 it is being said\n")
+        terminal.expect(r"you \(elsewhere\)> slow 60 it is being said\n")
         terminal.type("/stop")
-        terminal.expect("you (elsewhere)> say this was kept\n")
+        terminal.expect(r"you \(elsewhere\)> say this was kept\n")
         terminal.expect("main> this was kept\n")
         terminal.type("/quit")
         assert terminal.ended() == 0
