@@ -15,7 +15,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
 import msgspec
 
@@ -32,9 +32,7 @@ from antiphon.engine.jobs.scheduler import Scheduler
 from antiphon.engine.outbox.delivery_channel import DeliveryChannel
 from antiphon.engine.outbox.sender import Outbox
 from antiphon.engine.replicas import Replica
-from antiphon.engine.sessions.identity import (
-    SessionIdentityResolver,
-)
+from antiphon.engine.sessions.identity import SessionIdentityResolver
 from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.sessions.retention import RetentionPolicy
 from antiphon.engine.supervisor import EngineTimings
@@ -57,6 +55,8 @@ from antiphon.tools import (
     create_work_tools,
 )
 from antiphon.transfers.mirror import TranscriptMirror, remove_mark
+from antiphon.workspace.command_launch import CommandLauncher
+from antiphon.workspace.commands import Commands
 from antiphon.workspace.sandbox import Sandboxes
 from antiphon.workspace.sandbox_pruning import SandboxPruner
 
@@ -116,6 +116,24 @@ async def open_app_operations(
         yield opened.operations
 
 
+class _Foundation(NamedTuple):
+    """What the parts of an app are built on: its store and bus, and what agents run with."""
+
+    config: Config
+    home: StateDir
+    store: Store
+    coordination: CoordinationBackend
+    clock: Clock
+    runtimes: RuntimeRegistry
+    toolbox: Toolbox
+    session_resolver: SessionResolver
+    sandboxes: Sandboxes
+    launcher: CommandLauncher
+    mcp_servers: McpServers | None
+    acp_sessions: AcpSessions | None
+    options: AppOptions
+
+
 @asynccontextmanager
 async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions]) -> AsyncGenerator[App]:
     """Owns the directory, resumes unfinished work, and hosts sessions until the context is left."""
@@ -127,93 +145,79 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 RuntimeRegistry(config, options.get("functions"), options.get("clock") or store.clock)
             ) as runtimes,
         ):
-            clock = options.get("clock") or store.clock
-            toolbox, session_resolver = Toolbox(), SessionResolver(config)
+            clock, toolbox = options.get("clock") or store.clock, Toolbox()
             sandboxes = Sandboxes(config, home.path)
-            launcher = create_command_launcher(config, sandboxes, home.path)
-            mcp_servers = _create_mcp_servers(config, home.path, clock, toolbox, sandboxes)
-            acp_sessions = _create_acp_sessions(
-                config, home.path, sandboxes, options.get("session_tool_server")
-            )
-            load_run_setup = RunSetupBuilder(
-                config,
-                runtimes,
-                SessionIdentityResolver(config, session_resolver, toolbox),
-                await store.tx(framing.load_installation_secret),
-                home.path,
-                launcher.wait_until_examined,
-                sandboxes.explain_unavailable,
-                mcp_servers,
-                acp_sessions,
-            )
-            engine = _build_engine(config, store, coordination, load_run_setup, session_resolver, options)
-            scheduler = Scheduler(
-                context=FiringContext(config, session_resolver, frozenset(options.get("channels") or {})),
+            base = _Foundation(
+                config=config,
+                home=home,
                 store=store,
-                bus=coordination.bus,
+                coordination=coordination,
                 clock=clock,
-                worker=engine.worker,
-            )
-            mirror = None
-            if config.mirrors_transcripts:
-                mirror = TranscriptMirror(store, coordination.bus, home.transcripts, clock)
-            operations = create_operations(
-                config,
-                store,
-                home,
-                bus=coordination.bus,
-                clock=clock,
-                worker=engine.worker,
+                runtimes=runtimes,
                 toolbox=toolbox,
-                transcript_files=mirror.files if mirror else None,
-                scheduler=scheduler,
+                session_resolver=SessionResolver(config),
                 sandboxes=sandboxes,
+                launcher=create_command_launcher(config, sandboxes, home.path),
+                mcp_servers=_create_mcp_servers(config, home.path, clock, toolbox, sandboxes),
+                acp_sessions=_create_acp_sessions(
+                    config, home.path, sandboxes, options.get("session_tool_server")
+                ),
+                options=options,
             )
-            command_tools = create_command_tools(
-                config,
-                launcher,
-                store,
-                coordination.bus,
-                clock,
-                home.path,
-                owner=engine.owner,
-                apply_effects=engine.worker.apply_effects,
-            )
-            create_tools = options.get("tools")
-            await _fill_toolbox(
-                toolbox,
-                config,
-                [
-                    *create_work_tools(config, store, clock, home.path, runtimes.get_model_runtime),
-                    *command_tools.tools,
-                    *create_session_tools(operations),
-                    *create_chat_tools(operations, config),
-                    *(create_tools(operations) if create_tools else ()),
-                ],
-                mcp_servers,
-            )
-            async with (
-                aclosing(mcp_servers) if mcp_servers is not None else nullcontext(),
-                aclosing(acp_sessions) if acp_sessions is not None else nullcontext(),
-                aclosing(launcher),
-                aclosing(command_tools.commands),
-                _run_mirror(mirror, home),
-                run_in_background(SandboxPruner(config, store, clock, home.path).run()),
-                _run_engine(engine, scheduler, coordination.drain_seconds),
-            ):
-                await command_tools.commands.start()
-                yield App(
-                    operations=operations,
-                    toolbox=toolbox,
-                    coordination=coordination,
-                    config=config,
-                    clock=clock,
-                    publish_address=engine.supervisor.publish_address,
-                    preload_libraries=runtimes.preload_libraries,
-                    examine_commands=launcher.begin_examination,
-                    store=store,
-                    mcp_servers=mcp_servers,
-                )
+            async with _host_sessions(base) as app:
+                yield app
+
+
+@asynccontextmanager
+async def _host_sessions(base: _Foundation) -> AsyncGenerator[App]:
+    """Builds the parts of the app and runs those that work by themselves."""
+    config, store, bus, clock = base.config, base.store, base.coordination.bus, base.clock
+    engine = _build_engine(base, await _build_run_setups(base))
+    scheduler = Scheduler(
+        context=FiringContext(config, base.session_resolver, frozenset(base.options.get("channels") or {})),
+        store=store,
+        bus=bus,
+        clock=clock,
+        worker=engine.worker,
+    )
+    mirror = None
+    if config.mirrors_transcripts:
+        mirror = TranscriptMirror(store, bus, base.home.transcripts, clock)
+    operations = create_operations(
+        config,
+        store,
+        base.home,
+        bus=bus,
+        clock=clock,
+        worker=engine.worker,
+        toolbox=base.toolbox,
+        transcript_files=mirror.files if mirror else None,
+        scheduler=scheduler,
+        sandboxes=base.sandboxes,
+    )
+    commands = await _fill_toolbox(base, operations, engine)
+    async with (
+        aclosing(base.mcp_servers) if base.mcp_servers is not None else nullcontext(),
+        aclosing(base.acp_sessions) if base.acp_sessions is not None else nullcontext(),
+        aclosing(base.launcher),
+        aclosing(commands),
+        _run_mirror(mirror, base.home),
+        run_in_background(SandboxPruner(config, store, clock, base.home.path).run()),
+        _run_engine(engine, scheduler, base.coordination.drain_seconds),
+    ):
+        await commands.start()
+        yield App(
+            operations=operations,
+            toolbox=base.toolbox,
+            coordination=base.coordination,
+            config=config,
+            clock=clock,
+            publish_address=engine.supervisor.publish_address,
+            preload_libraries=base.runtimes.preload_libraries,
+            examine_commands=base.launcher.begin_examination,
+            store=store,
+            mcp_servers=base.mcp_servers,
+        )
 
 
 def _create_acp_sessions(
@@ -238,18 +242,35 @@ def _create_mcp_servers(
     return McpServers(config, state_dir, clock, toolbox, sandboxes.wrap)
 
 
-async def _fill_toolbox(
-    toolbox: Toolbox, config: Config, tools: Iterable[Tool], mcp_servers: McpServers | None
-) -> None:
-    """Add the built-in tools, those of the configuration and of MCP servers, and check the lists that name them."""
-    for tool in tools:
-        toolbox.add(tool)
-    for tool in await _load_configured_tools(config, toolbox.names):
-        toolbox.add(tool)
-    if mcp_servers is not None:
-        await mcp_servers.load()
-    for warning in find_lists_without_tools(config, sorted(toolbox.names)):
+async def _fill_toolbox(base: _Foundation, operations: Operations, engine: Engine) -> Commands:
+    """Add all tools, and check the lists that name them. Returns the commands that the tools for them start."""
+    config = base.config
+    command_tools = create_command_tools(
+        config,
+        base.launcher,
+        base.store,
+        base.coordination.bus,
+        base.clock,
+        base.home.path,
+        owner=engine.owner,
+        apply_effects=engine.worker.apply_effects,
+    )
+    create_tools = base.options.get("tools")
+    for tool in (
+        *create_work_tools(config, base.store, base.clock, base.home.path, base.runtimes.get_model_runtime),
+        *command_tools.tools,
+        *create_session_tools(operations),
+        *create_chat_tools(operations, config),
+        *(create_tools(operations) if create_tools else ()),
+    ):
+        base.toolbox.add(tool)
+    for tool in await _load_configured_tools(config, base.toolbox.names):
+        base.toolbox.add(tool)
+    if base.mcp_servers is not None:
+        await base.mcp_servers.load()
+    for warning in find_lists_without_tools(config, sorted(base.toolbox.names)):
         log.warning("%s", warning)
+    return command_tools.commands
 
 
 async def _load_configured_tools(config: Config, reserved_names: Collection[str]) -> list[Tool]:
@@ -261,15 +282,23 @@ async def _load_configured_tools(config: Config, reserved_names: Collection[str]
     return await asyncio.to_thread(load_python_tools, config.tools.python, set(reserved_names))
 
 
-def _build_engine(
-    config: Config,
-    store: Store,
-    coordination: CoordinationBackend,
-    load_run_setup: RunSetupLoader,
-    session_resolver: SessionResolver,
-    options: AppOptions,
-) -> Engine:
-    clock = options.get("clock") or store.clock
+async def _build_run_setups(base: _Foundation) -> RunSetupBuilder:
+    return RunSetupBuilder(
+        base.config,
+        base.runtimes,
+        SessionIdentityResolver(base.config, base.session_resolver, base.toolbox),
+        await base.store.tx(framing.load_installation_secret),
+        base.home.path,
+        base.launcher.wait_until_examined,
+        base.sandboxes.explain_unavailable,
+        base.mcp_servers,
+        base.acp_sessions,
+    )
+
+
+def _build_engine(base: _Foundation, load_run_setup: RunSetupLoader) -> Engine:
+    config, store, coordination, clock = base.config, base.store, base.coordination, base.clock
+    channels = base.options.get("channels") or {}
     retention = config.session.retention
     return Engine(
         store=store,
@@ -277,8 +306,8 @@ def _build_engine(
         bus=coordination.bus,
         clock=clock,
         load_run_setup=load_run_setup,
-        outbox=Outbox(store, coordination.bus, clock, session_resolver, options.get("channels") or {}),
-        timings=options.get("timings") or coordination.timings,
+        outbox=Outbox(store, coordination.bus, clock, base.session_resolver, channels),
+        timings=base.options.get("timings") or coordination.timings,
         retention=RetentionPolicy(
             archive_after_days=retention.archive_after_days,
             delete_archived_after_days=retention.delete_archived_after_days,

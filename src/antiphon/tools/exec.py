@@ -57,22 +57,8 @@ class ExecArguments(ToolArguments, frozen=True):
 
 
 def create_exec_tool(commands: Commands, launcher: CommandLauncher, clock: Clock) -> Tool:
-    def build_launch(call: ToolRequest, arguments: ExecArguments) -> Launch:
-        longest = launcher.get_settings(call.caller).timeout_seconds
-        is_followed = PROCESS_TOOL_NAME in call.tool_names
-        launch = Launch(
-            command=arguments.command,
-            workdir=arguments.workdir,
-            env=arguments.env or {},
-            timeout_seconds=clamp_value(arguments.timeout or longest, 1, longest),
-            stdin=arguments.background and is_followed,
-            pty=arguments.pty,
-        )
-        check_launch(launch)
-        return launch
-
     async def run(call: ToolRequest, arguments: ExecArguments) -> ToolOutput:
-        caller, launch = call.caller, build_launch(call, arguments)
+        caller, launch = call.caller, _build_launch(launcher, call, arguments)
         if caller.agent_id is None or caller.session_key is None:
             raise InvalidInput(
                 "Only a session runs commands.", "Name the session to act as.", field="sessionKey"
@@ -110,7 +96,7 @@ def create_exec_tool(commands: Commands, launcher: CommandLauncher, clock: Clock
             return None  # it was allowed before it started
         try:
             arguments = parse_arguments(ExecArguments, _rename(call))
-            return launcher.build_question(call.caller, build_launch(call, arguments))
+            return launcher.build_question(call.caller, _build_launch(launcher, call, arguments))
         except InvalidInput:
             return None  # the call itself will say so
 
@@ -127,6 +113,22 @@ def create_exec_tool(commands: Commands, launcher: CommandLauncher, clock: Clock
     return msgspec.structs.replace(
         tool, aliases=("bash",), needs_approval=find_question, unavailable=launcher.explain_unavailable
     )
+
+
+def _build_launch(launcher: CommandLauncher, call: ToolRequest, arguments: ExecArguments) -> Launch:
+    """Return the command that a call asks for, with the limits of its agent; a malformed one is refused."""
+    longest = launcher.get_settings(call.caller).timeout_seconds
+    is_followed = PROCESS_TOOL_NAME in call.tool_names
+    launch = Launch(
+        command=arguments.command,
+        workdir=arguments.workdir,
+        env=arguments.env or {},
+        timeout_seconds=clamp_value(arguments.timeout or longest, 1, longest),
+        stdin=arguments.background and is_followed,
+        pty=arguments.pty,
+    )
+    check_launch(launch)
+    return launch
 
 
 def _rename(call: ToolRequest) -> dict[str, object]:

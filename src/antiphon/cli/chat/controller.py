@@ -100,7 +100,17 @@ class ChatController:
         self.interrupted = False
         self.failed = False
         self.provider_failed = False
-        self._commands = {
+        self._commands = self._list_commands()
+        if prompt:
+            renderer.out = prompt.print_above
+            prompt.get_label = self._format_prompt_label
+            prompt.on_interrupt = self._handle_interrupt
+            prompt.commands = {name: command.help for name, command in self._commands.items()}
+            prompt.commands[QUIT_COMMAND] = "leave"
+
+    def _list_commands(self) -> dict[str, ChatCommand]:
+        """Return the slash commands of this chat; leaving is handled where lines are read."""
+        return {
             "/new": ChatCommand(
                 self._start_new_conversation, "start a new conversation; the old one is kept"
             ),
@@ -121,12 +131,6 @@ class ChatController:
             "/status": ChatCommand(self._show_status, "show the state of this conversation"),
             "/help": ChatCommand(self._show_help, "show this help"),
         }
-        if prompt:
-            renderer.out = prompt.print_above
-            prompt.get_label = self._format_prompt_label
-            prompt.on_interrupt = self._handle_interrupt
-            prompt.commands = {name: command.help for name, command in self._commands.items()}
-            prompt.commands[QUIT_COMMAND] = "leave"
 
     @property
     def _reconnect_deadline(self) -> float | None:

@@ -76,9 +76,8 @@ def build_server(provider: Provider) -> Server[Any]:
         )
 
     async def list_templates(context: Context, params: object) -> types.ListResourceTemplatesResult:
-        return types.ListResourceTemplatesResult(
-            resource_templates=[_describe_template(provider.resource_template)]
-        )
+        template = _describe_template(provider.resource_template)
+        return types.ListResourceTemplatesResult(resource_templates=[template])
 
     async def read_resource(
         context: Context, params: types.ReadResourceRequestParams
@@ -88,9 +87,8 @@ def build_server(provider: Provider) -> Server[Any]:
             text = await provider.read_resource(uri)
         except AntiphonError as error:
             raise _build_protocol_error(context, error, uri) from error
-        contents = types.TextResourceContents(
-            uri=uri, mime_type=provider.resource_template.media_type, text=text
-        )
+        media_type = provider.resource_template.media_type
+        contents = types.TextResourceContents(uri=uri, mime_type=media_type, text=text)
         return types.ReadResourceResult(contents=[contents])
 
     return Server(
