@@ -10,7 +10,7 @@ import pytest
 
 from antiphon.config.acp import ToolKind
 from antiphon.config.agents import ExecSettings, merge_exec_settings
-from antiphon.config.sections import ExecConfig
+from antiphon.config.tools import ExecConfig
 from antiphon.operations.types import ApprovalView
 from antiphon.runtimes.acp.permissions import PermissionRules, build_question, choose_option, decide
 from antiphon.runtimes.acp.turn_recorder import RecordedCall

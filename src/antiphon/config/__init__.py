@@ -25,9 +25,8 @@ from antiphon.config.sections import (
     SendMatch,
     SendPolicyConfig,
     SendRuleConfig,
-    WebFetchConfig,
-    WebSearchConfig,
 )
+from antiphon.config.tools import WebFetchConfig, WebSearchConfig
 from antiphon.keys import REHEARSAL_MODEL_REF, REHEARSAL_PROVIDER
 from antiphon.paths import Paths, locate_paths
 

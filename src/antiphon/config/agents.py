@@ -24,7 +24,7 @@ from antiphon.config.base import (
 )
 from antiphon.config.compat import ToolNames
 from antiphon.config.sandbox import EntrySandbox, SandboxConfig, merge_sandbox
-from antiphon.config.sections import (
+from antiphon.config.tools import (
     MIN_LOOP_COUNT,
     ExecConfig,
     LoopDetectionConfig,

@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from antiphon.messages import ThinkingLevel
 
+BYTES_PER_MIB = 1024 * 1024
 MAX_NUMBER = 1_000_000_000
 """Upper bound of every count and duration: far beyond any use, and safe for any clock or file size."""
 

@@ -32,9 +32,9 @@ from antiphon.config.sections import (
     SessionScope,
     StoreConfig,
     StoreSynchronous,
-    ToolsConfig,
     mask_values,
 )
+from antiphon.config.tools import ToolsConfig
 from antiphon.errors import NotFound, UnknownModel
 from antiphon.keys import REHEARSAL_MODEL_REF, REHEARSAL_PROVIDER
 from antiphon.validation_errors import suggest_options

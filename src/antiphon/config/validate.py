@@ -16,13 +16,9 @@ from antiphon.config.errors import Problem
 from antiphon.config.mcp_checks import check_servers
 from antiphon.config.sandbox import merge_sandbox
 from antiphon.config.schema import Config
-from antiphon.config.sections import (
-    NATIVE_PROVIDER_APIS,
-    PUBLIC_PROVIDER_KEY_VARIABLES,
-    LoopDetectionConfig,
-    UnsupportedSearchProvider,
-)
+from antiphon.config.sections import NATIVE_PROVIDER_APIS, PUBLIC_PROVIDER_KEY_VARIABLES
 from antiphon.config.tool_lists import find_tool_list_warnings
+from antiphon.config.tools import LoopDetectionConfig, UnsupportedSearchProvider
 from antiphon.errors import ConfigError, UnknownModel, format_install_hint
 from antiphon.keys import REHEARSAL_PROVIDER
 from antiphon.validation_errors import suggest_options
