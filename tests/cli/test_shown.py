@@ -48,7 +48,7 @@ async def test_tokens_and_step_prompts_are_in_the_raw_history_and_nowhere_else(p
         async with asyncio.timeout(4 * BOUND), Client(find) as client:
             for key, message in (
                 (HELPER, "say say pong\nannounce `ANNOUNCE_SKIP`"),
-                (MAIN, "say x\nannounce news"),
+                (MAIN, "say x\nannounce good NO_REPLY news"),
             ):
                 other = MAIN if key == HELPER else HELPER
                 asked = {"key": key, "message": message, "fromSessionKey": other, "timeoutSeconds": 30}
@@ -68,10 +68,15 @@ async def test_tokens_and_step_prompts_are_in_the_raw_history_and_nowhere_else(p
                 [previewed] = preview["previews"]
                 assert previewed["items"] and not any(is_hidden(item["text"]) for item in previewed["items"])
             assert {"REPLY_SKIP", "`ANNOUNCE_SKIP`"} <= {words(item) for item in [*raw[MAIN], *raw[HELPER]]}
-            [posted] = [item for item in raw[MAIN] if words(item) == "news"]
+            [posted] = [item for item in raw[MAIN] if words(item) == "good NO_REPLY news"]
             assert "internal" not in posted  # it was delivered
+            shown = (await client.call("chat.history", {"sessionKey": MAIN}))["messages"]
+            assert [words(item) for item in shown if item["id"] == posted["id"]] == ["good news"]
+            [previewed] = (await client.call("sessions.preview", {"keys": [MAIN], "limit": 1}))["previews"]
+            assert [item["text"] for item in previewed["items"]] == ["good news"]
         plain = program.run("sessions", "history", HELPER).out
         assert "helper> `ANNOUNCE_SKIP`" not in plain and "announce step>" not in plain
+        assert "main> good news" in program.run("sessions", "history", MAIN).out
         complete = program.run("sessions", "history", HELPER, "--all").out
         assert "helper> `ANNOUNCE_SKIP`" in complete and "announce step>" in complete
 

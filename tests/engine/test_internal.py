@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from antiphon.engine.sessions.transcripts import is_internal_entry
+from antiphon.engine.sessions.transcripts import Entry, is_internal_entry, remove_control_tokens
 from antiphon.messages import (
     AssistantMessage,
     Message,
@@ -14,6 +14,7 @@ from antiphon.messages import (
     ThinkingBlock,
     ToolCall,
     UserMessage,
+    decode_message,
     encode_message,
 )
 
@@ -58,3 +59,25 @@ def test_a_damaged_entry_is_shown(body: str) -> None:
 def test_escapes_make_no_difference() -> None:
     text = msgspec.json.encode({"content": [{"type": "text", "text": "NO_REPLY"}]}).decode()
     assert is_internal_entry("assistant", text.replace("_", "\\u005f"))
+
+
+@pytest.mark.parametrize(
+    ("run_id", "text", "expected"),
+    [
+        ("announce:1", "All done. ANNOUNCE_SKIP Thanks.", "All done. Thanks."),
+        ("turn:1:2", "Fine. REPLY_SKIP", "Fine."),
+        ("asked-by-a-person", "ANNOUNCE_SKIP keeps a target silent.", "ANNOUNCE_SKIP keeps a target silent."),
+        (None, "ANNOUNCE_SKIP keeps a target silent.", "ANNOUNCE_SKIP keeps a target silent."),
+    ],
+)
+def test_people_see_no_token_in_an_announcement(run_id: str | None, text: str, expected: str) -> None:
+    body = encode_message(answer(ThinkingBlock(thinking="NO_REPLY?"), TextBlock(text=text)))
+    entry = Entry(seq=1, id="e", role="assistant", body=body, created_at=1, run_id=run_id)
+    shown = decode_message(remove_control_tokens(entry).body)
+    assert shown == answer(ThinkingBlock(thinking="NO_REPLY?"), TextBlock(text=expected))
+
+
+@pytest.mark.parametrize("body", ["", "[1]", '{"content": "NO_REPLY"}', '{"content": [1, {"type": "text"}]}'])
+def test_a_damaged_announcement_stays_as_it_is(body: str) -> None:
+    entry = Entry(seq=1, id="e", role="assistant", body=body, created_at=1, run_id="announce:1")
+    assert remove_control_tokens(entry) is entry

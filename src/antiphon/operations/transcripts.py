@@ -65,10 +65,13 @@ class TranscriptOperations:
         else:
             before = transcripts.AFTER_LAST_SEQ if filter.before is None else filter.before
             page = await transcripts.read_page_before(tx, transcript, before, limit, tools=tools)
+        entries = page.entries
+        if filter.without_internal:
+            entries = [transcripts.remove_control_tokens(entry) for entry in entries]
         return HistoryPage(
             session_key=row["key"] if caller.is_operator else _display_session_key(caller, row),
             session_id=session_id,
-            messages=[types.build_history_item(entry) for entry in page.entries],
+            messages=[types.build_history_item(entry) for entry in entries],
             total=await transcripts.load_last_seq(tx, transcript),
             has_more=page.has_more,
             next_cursor=None if page.cursor is None else str(page.cursor),
@@ -239,7 +242,8 @@ def _build_preview_items(newest_first: Iterable[Entry], limit: int, max_chars: i
     items = (
         item
         for entry in newest_first
-        if not entry.is_internal and (item := types.build_preview_item(entry, max_chars))
+        if not entry.is_internal
+        and (item := types.build_preview_item(transcripts.remove_control_tokens(entry), max_chars))
     )
     return [*islice(items, limit)][::-1]
 

@@ -35,6 +35,8 @@ ROWS_PER_FETCH = 64  # limits the memory for large rows besides the page
 MAX_ENTRIES_SCANNED = 5000  # per filtered page
 DEFAULT_HISTORY_ENTRIES, MAX_HISTORY_ENTRIES = 50, 1000
 ANNOUNCE_STEP_KIND = "announce_step"
+EXCHANGE_RUN_PREFIXES = ("announce:", "turn:")
+"""Prefixes of the ids of runs that answer in a conversation between sessions, where control tokens have a meaning."""
 MAX_TOKEN_CHARACTERS = 1000
 """Maximum length of an answer that is only control tokens. A longer one is shown."""
 
@@ -58,7 +60,7 @@ class HistoryFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Only answers that called this tool, and its results."""
 
     without_internal: bool = False
-    """Only the visible conversation (see `is_internal_entry`)."""
+    """Only the visible conversation, as people see it (see `is_internal_entry` and `remove_control_tokens`)."""
 
     @property
     def is_narrow(self) -> bool:
@@ -318,3 +320,30 @@ def _extract_text(content: object) -> str:
         elif block.get("type") != "thinking":
             return ""
     return "".join(texts)
+
+
+def remove_control_tokens(entry: Entry) -> Entry:
+    """Return an entry as people see it: an announcement or a reply turn without the control tokens in its text."""
+    if entry.role != "assistant" or not (entry.run_id or "").startswith(EXCHANGE_RUN_PREFIXES):
+        return entry
+    try:
+        body = msgspec.json.decode(entry.body, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
+        return entry
+    content = body.get("content")
+    if not isinstance(content, list):
+        return entry
+    blocks = [_clean_text_block(block) for block in cast("list[object]", content)]
+    if blocks == content:
+        return entry
+    return msgspec.structs.replace(entry, body=msgspec.json.encode({**body, "content": blocks}).decode())
+
+
+def _clean_text_block(block: object) -> object:
+    if not isinstance(block, dict):
+        return block
+    fields = cast("dict[str, object]", block)
+    text = fields.get("text")
+    if fields.get("type") != "text" or not isinstance(text, str) or not sanitize.has_control_token(text):
+        return fields
+    return {**fields, "text": sanitize.remove_control_tokens(text)}
