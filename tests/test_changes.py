@@ -41,7 +41,8 @@ from antiphon.messages import (
     encode_message,
 )
 from antiphon.operations.operations import Operations
-from antiphon.operations.types import ListFilter, PreviewItem, SendRequest, SessionPatch, SessionPreview
+from antiphon.operations.transcript_types import PreviewItem, SessionPreview
+from antiphon.operations.types import ListFilter, SendRequest, SessionPatch
 from antiphon.runtimes import Prompt
 from antiphon.store import Tx
 from support.app_fixture import (

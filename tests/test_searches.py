@@ -28,7 +28,8 @@ from antiphon.gateway.server import serve_gateway
 from antiphon.messages import TextBlock, ToolResult, UserMessage
 from antiphon.operations import search as message_search
 from antiphon.operations.operations import Operations
-from antiphon.operations.types import SearchHit, SearchPage, SessionPatch
+from antiphon.operations.transcript_types import SearchHit, SearchPage
+from antiphon.operations.types import SessionPatch
 from antiphon.runtimes import Prompt
 from antiphon.store import Tx
 from support.app_fixture import BOUND, MAIN, OPERATOR, AppFixture, make_config, open_app_fixture

@@ -28,7 +28,7 @@ from antiphon.tracing import start_span
 from antiphon.config import Config
 from antiphon.app import open_app_operations
 from antiphon.access import Caller
-from antiphon.operations.types import IncomingMessage
+from antiphon.operations.types import (IncomingMessage)
 
 seen = InMemorySpanExporter()
 provider = TracerProvider()

@@ -31,7 +31,8 @@ from antiphon.messages import (
     ToolResult,
     UserMessage,
 )
-from antiphon.operations.types import ConversationView, ListFilter
+from antiphon.operations.transcript_types import ConversationView
+from antiphon.operations.types import ListFilter
 from antiphon.state_access import open_operations_readonly, open_store_exclusive
 from antiphon.store import Row, Store, Tx
 from antiphon.transfers import imports, jsonl

@@ -146,7 +146,7 @@ from antiphon.access import Caller
 from antiphon.config import Config
 from antiphon.errors import AntiphonError
 from antiphon.app import open_app_operations
-from antiphon.operations.types import IncomingMessage
+from antiphon.operations.types import (IncomingMessage)
 
 async def main():
     try:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from antiphon.access import WRITE_SCOPE, Caller
 from antiphon.engine.supervisor import EngineTimings
 from antiphon.errors import Forbidden, InvalidInput, NotFound
-from antiphon.operations.types import ExchangePage, ExchangeView, SendRequest
+from antiphon.operations.collaboration_types import ExchangePage, ExchangeView
+from antiphon.operations.types import SendRequest
 from antiphon.runtimes import Prompt
 from antiphon.store.queries import Queries
 from support.agents_fixture import (

@@ -17,7 +17,8 @@ from antiphon.engine.runs.context import estimate_tokens
 from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.errors import Conflict, ContextOverflow, NotFound
 from antiphon.messages import AssistantMessage, TextBlock, ToolCall
-from antiphon.operations.types import ReplyBackState, SendRequest, SessionPatch
+from antiphon.operations.collaboration_types import ReplyBackState
+from antiphon.operations.types import SendRequest, SessionPatch
 from antiphon.runtimes import Prompt
 from antiphon.store.migrations import load_migrations
 from support.agents_fixture import (

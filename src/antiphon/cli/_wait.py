@@ -14,7 +14,8 @@ from antiphon.errors import NotFound, Unavailable
 
 if TYPE_CHECKING:
     from antiphon.cli._backend import Backend
-    from antiphon.operations.types import DeliveryView, RunView, TaskView
+    from antiphon.operations.collaboration_types import DeliveryView, TaskView
+    from antiphon.operations.types import RunView
 
 RUN_WAIT_SECONDS = 60.0  # length of one wait; repeated until the run has ended
 POLL_SECONDS = 0.2  # between two polls of state that has no event

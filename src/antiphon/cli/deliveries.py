@@ -13,7 +13,7 @@ from antiphon.cli._options import Settings, common_options, gateway_options
 from antiphon.cli._param_types import IntegerParam
 
 if TYPE_CHECKING:
-    from antiphon.operations.types import DeliveryPage, DeliveryView
+    from antiphon.operations.collaboration_types import DeliveryPage, DeliveryView
 
 F = TypeVar("F", bound=Callable[..., Any])
 DELIVERY_STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "expired", "dead")

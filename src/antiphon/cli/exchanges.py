@@ -13,7 +13,7 @@ from antiphon.cli._options import Settings, common_options, gateway_options
 from antiphon.cli._param_types import IntegerParam
 
 if TYPE_CHECKING:
-    from antiphon.operations.types import ExchangeDetail, ExchangePage
+    from antiphon.operations.collaboration_types import ExchangeDetail, ExchangePage
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_TEXT_CHARS = 40  # of a text in a table on a terminal; `exchanges show` prints the whole text

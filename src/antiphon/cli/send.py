@@ -15,7 +15,8 @@ from antiphon.cli._param_types import FiniteNumberParam, IntegerParam
 from antiphon.send_policy import parse_send_command
 
 if TYPE_CHECKING:
-    from antiphon.operations.types import IncomingMessage, MessageReceipt, RunView, SendRequest, SendResult
+    from antiphon.operations.collaboration_types import SendResult
+    from antiphon.operations.types import IncomingMessage, MessageReceipt, RunView, SendRequest
 
 MAX_WAIT_SECONDS = 366 * 86_400
 MAX_REPLY_WAIT_SECONDS = 3600  # how long one session may wait for another

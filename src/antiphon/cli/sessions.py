@@ -16,7 +16,8 @@ from antiphon.engine.sessions.transcripts import EntryRole, HistoryFilter
 from antiphon.operations.types import ListFilter
 
 if TYPE_CHECKING:
-    from antiphon.operations.types import ConversationView, HistoryPage, SearchPage, SessionPage
+    from antiphon.operations.transcript_types import ConversationView, HistoryPage, SearchPage
+    from antiphon.operations.types import SessionPage
 
 SESSION_KINDS = ("main", "group", "cron", "hook", "node", "other")
 MAX_ACTIVE_MINUTES = 1e9  # about 1900 years; earlier times have no number in the store

@@ -20,7 +20,8 @@ from antiphon.messages import THINKING_LEVELS
 if TYPE_CHECKING:
     from antiphon.cli._backend import Backend
     from antiphon.engine.collaboration.attachments import SpawnAttachment
-    from antiphon.operations.types import RunView, SpawnRequest, SpawnResult, TaskView
+    from antiphon.operations.collaboration_types import SpawnResult, TaskView
+    from antiphon.operations.types import RunView, SpawnRequest
 
 MAX_TASK_SECONDS = 30 * 86_400
 PHASE_DESCRIPTIONS = {

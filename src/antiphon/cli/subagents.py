@@ -15,7 +15,7 @@ from antiphon.errors import Conflict, NotFound
 
 if TYPE_CHECKING:
     from antiphon.cli._backend import Backend
-    from antiphon.operations.types import TaskView
+    from antiphon.operations.collaboration_types import TaskView
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_RESULT_CHARS = 60  # of a result in a table on a terminal; `subagents show` prints the whole report

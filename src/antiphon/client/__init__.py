@@ -29,25 +29,25 @@ from antiphon.client.connection import (
 )
 from antiphon.client.feed import FeedPosition, is_feed_ended
 from antiphon.errors import InvalidInput, NotFound, TooLarge
-from antiphon.operations.types import (
-    AgentSummary,
-    ApprovalView,
-    ConversationView,
+from antiphon.operations.collaboration_types import (
     DeliveryPage,
     DeliveryView,
     ExchangeDetail,
     ExchangePage,
+    SendResult,
+    SpawnResult,
+    TaskView,
+)
+from antiphon.operations.transcript_types import ConversationView, HistoryPage, SearchPage
+from antiphon.operations.types import (
+    AgentSummary,
+    ApprovalView,
     GrantView,
-    HistoryPage,
     MessageReceipt,
     ReplicaView,
     RunView,
-    SearchPage,
-    SendResult,
     SessionPage,
     SessionView,
-    SpawnResult,
-    TaskView,
     build_run_ended_event,
 )
 from antiphon.send_policy import parse_send_command

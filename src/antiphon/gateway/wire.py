@@ -17,7 +17,8 @@ from antiphon import keys
 from antiphon.bus import MessageAppended
 from antiphon.errors import InvalidInput
 from antiphon.messages import ImageBlock, TextBlock
-from antiphon.operations.types import ApprovalView, SessionView, build_raw_item
+from antiphon.operations.transcript_types import build_raw_item
+from antiphon.operations.types import ApprovalView, SessionView
 
 WIRE_KINDS_BY_SESSION_KIND = {"group": "group"}
 WIRE_STATUS_BY_STATE = {"running": "running", "idle": "done"}

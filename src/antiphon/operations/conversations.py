@@ -11,7 +11,8 @@ from antiphon.engine.sessions import session_rows
 from antiphon.engine.validation import require_current_conversation
 from antiphon.operations.context import OperationContext
 from antiphon.operations.runs import IdleChange, RunOperations
-from antiphon.operations.types import ConversationView, SessionView
+from antiphon.operations.transcript_types import ConversationView
+from antiphon.operations.types import SessionView
 from antiphon.store import Row, Tx
 
 

@@ -9,8 +9,8 @@ from antiphon.access import Caller
 from antiphon.engine.outbox import delivery_rows, sanitize
 from antiphon.engine.outbox.redaction import CUT_EDGE_CHARACTERS
 from antiphon.engine.validation import parse_row_cursor, validate_and_clamp, validate_choice
+from antiphon.operations.collaboration_types import DeliveryPage, DeliveryView
 from antiphon.operations.context import OperationContext
-from antiphon.operations.types import DeliveryPage, DeliveryView
 from antiphon.store import Row, Tx
 
 DELIVERY_STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "expired", "dead")

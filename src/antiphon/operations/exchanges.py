@@ -23,22 +23,19 @@ from antiphon.engine.runs.run_queue import AcceptedRun
 from antiphon.engine.sessions import session_rows
 from antiphon.engine.validation import parse_row_cursor, require_current_conversation, validate_and_clamp
 from antiphon.errors import Ambiguous, ChainTooLong, InvalidInput, NotFound, SelfSend
-from antiphon.operations.context import INTERNAL_CALLER, OperationContext
-from antiphon.operations.runs import RUN_WAIT_POLL_SECONDS, RunOperations
-from antiphon.operations.types import (
-    MAX_REPLY_TIMEOUT_SECONDS,
+from antiphon.operations.collaboration_types import (
     DeliveryState,
     ExchangeDetail,
     ExchangePage,
     ExchangeStep,
     ExchangeView,
     ReplyBackState,
-    RequestOrigin,
-    RunView,
-    SendRequest,
     SendResult,
     SendStatus,
 )
+from antiphon.operations.context import INTERNAL_CALLER, OperationContext
+from antiphon.operations.runs import RUN_WAIT_POLL_SECONDS, RunOperations
+from antiphon.operations.types import MAX_REPLY_TIMEOUT_SECONDS, RequestOrigin, RunView, SendRequest
 from antiphon.store import Row, Tx
 
 MAX_REPLY_BACK_TURNS = 5

@@ -17,7 +17,7 @@ from antiphon.engine.sessions.search import SearchQuery, SearchResult
 from antiphon.engine.validation import validate_and_clamp
 from antiphon.errors import Ambiguous, InvalidInput, NotFound
 from antiphon.operations.context import OperationContext
-from antiphon.operations.types import SearchHit, SearchPage
+from antiphon.operations.transcript_types import SearchHit, SearchPage
 from antiphon.store import Row, Tx, listing
 from antiphon.store.fulltext import FulltextQuery
 

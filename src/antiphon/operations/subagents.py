@@ -25,18 +25,12 @@ from antiphon.engine.runs.effects import Effects
 from antiphon.engine.runs.run_queue import AcceptedRun
 from antiphon.engine.validation import validate_and_clamp
 from antiphon.errors import Ambiguous, ChainTooLong, Conflict, InvalidInput, NotFound
+from antiphon.operations.collaboration_types import KillResult, SpawnResult, TaskView, build_task_view
 from antiphon.operations.context import OperationContext
 from antiphon.operations.exchanges import derive_request_id
 from antiphon.operations.sessions import SessionOperations
 from antiphon.operations.spawn_rules import SpawnRequester, SpawnRules
-from antiphon.operations.types import (
-    KillResult,
-    RequestOrigin,
-    SpawnRequest,
-    SpawnResult,
-    TaskView,
-    build_task_view,
-)
+from antiphon.operations.types import RequestOrigin, SpawnRequest
 from antiphon.store import Row, Tx
 
 MAX_LISTED_SUBAGENTS = 200  # of the active ones, and of the most recently spawned ones

@@ -21,16 +21,16 @@ from antiphon.engine.validation import (
 )
 from antiphon.errors import Conflict, InvalidInput, NotFound
 from antiphon.messages import INJECTED_MODEL, AssistantMessage, TextBlock
-from antiphon.operations import types
+from antiphon.operations import transcript_types
 from antiphon.operations.context import OperationContext
-from antiphon.operations.types import (
+from antiphon.operations.transcript_types import (
     CompactView,
     HistoryPage,
     InjectedEntry,
     PreviewItem,
     SessionPreview,
-    UsageLine,
 )
+from antiphon.operations.types import UsageLine
 from antiphon.store import Row, Tx
 
 MAX_KEPT_ENTRIES = 1_000_000
@@ -71,7 +71,7 @@ class TranscriptOperations:
         return HistoryPage(
             session_key=row["key"] if caller.is_operator else _display_session_key(caller, row),
             session_id=session_id,
-            messages=[types.build_history_item(entry) for entry in entries],
+            messages=[transcript_types.build_history_item(entry) for entry in entries],
             total=await transcripts.load_last_seq(tx, transcript),
             has_more=page.has_more,
             next_cursor=None if page.cursor is None else str(page.cursor),
@@ -243,7 +243,7 @@ def _build_preview_items(newest_first: Iterable[Entry], limit: int, max_chars: i
         item
         for entry in newest_first
         if not entry.is_internal
-        and (item := types.build_preview_item(transcripts.remove_control_tokens(entry), max_chars))
+        and (item := transcript_types.build_preview_item(transcripts.remove_control_tokens(entry), max_chars))
     )
     return [*islice(items, limit)][::-1]
 

@@ -1,5 +1,6 @@
 """Requests and results of operations: plain typed data with the names that every wire uses.
 
+Results about transcripts are in `transcript_types`, those about sessions that work together in `collaboration_types`.
 Absent means unknown. Nothing here reads anything; rows of the store are converted to these types. It imports little,
 so that a command that asks a running gateway starts fast.
 """
@@ -9,27 +10,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from antiphon import keys
 from antiphon.bus import ApprovalChanged, RunChanged, RunUsage
-from antiphon.engine.collaboration.attachments import AttachmentReceipt, SpawnAttachment
+from antiphon.engine.collaboration.attachments import SpawnAttachment
 from antiphon.engine.runs.approval_rows import ApprovalDecision
 from antiphon.engine.runs.run_queue import QUIET_ORIGINS, SANITIZED_ORIGINS, RunOptions
 from antiphon.engine.sessions.transcripts import Entry
-from antiphon.errors import InvalidInput
 from antiphon.messages import (
     AnnounceMode,
-    AssistantMessage,
     ImageBlock,
     Provenance,
     TextBlock,
     ToolResult,
-    UserMessage,
-    decode_message,
 )
 from antiphon.store import Row
 from antiphon.store.listing import SessionListRow
@@ -410,128 +407,6 @@ class AgentSummary(View, omit_defaults=False, frozen=True):
     may_message: list[str] = []
 
 
-class HistoryPage(View, omit_defaults=False, frozen=True):
-    """Raw entries, oldest first, each with its `seq` and `id`. `nextCursor` leads to earlier ones."""
-
-    session_key: str
-    session_id: str
-    messages: list[dict[str, Any]]
-    total: int
-    has_more: bool
-    next_cursor: str | None = None
-
-
-class ConversationView(View, frozen=True):
-    """One transcript of a key; the current one has not ended. `reason` is why it was started."""
-
-    session_id: str
-    reason: str
-    started_at: int
-    ended_at: int | None = None
-
-
-class CompactView(View, omit_defaults=False, frozen=True):
-    """How many entries a prompt can still contain; `reason` says why nothing was left out."""
-
-    compacted: bool
-    kept: int
-    reason: str | None = None
-
-
-class InjectedEntry(View, frozen=True):
-    """The position of an entry that no run wrote."""
-
-    message_id: str
-    seq: int
-    session_key: str
-    session_id: str
-
-
-class PreviewItem(View, frozen=True):
-    role: str
-    text: str
-
-
-class SessionPreview(View, omit_defaults=False, frozen=True):
-    """The last messages of a session, under the name that the caller used for it."""
-
-    key: str
-    status: Literal["ok", "empty", "missing"]
-    items: list[PreviewItem]
-
-
-class DeliveryState(View, frozen=True):
-    """The state of a message, independent of its reply."""
-
-    status: Literal["queued", "started", "ended"]
-    queued_ms: int | None = None
-    running_ms: int | None = None
-    position: int | None = None
-
-
-class ReplyBackState(View, frozen=True):
-    """How many reply turns the two sessions may take after the first reply; for none, the reason."""
-
-    turns: int
-    reason: str | None = None
-
-
-SendStatus = Literal["accepted", "ok", "timeout", "error"]
-
-
-class SendResult(View, frozen=True):
-    """The outcome of a message to another session. `ok` says nothing about what was posted in its chat."""
-
-    run_id: str
-    status: SendStatus
-    session_key: str
-    reply: str | None = None
-    error: str | None = None
-    delivery: DeliveryState | None = None
-    reply_back: ReplyBackState | None = None
-
-
-class SpawnResult(View, omit_defaults=False, frozen=True, kw_only=True):
-    status: Literal["accepted"] = "accepted"
-    run_id: str
-    child_session_key: str
-    mode: str
-    attachments: AttachmentReceipt | msgspec.UnsetType | None = msgspec.UNSET
-
-
-class TaskView(View, frozen=True, kw_only=True):
-    """A task given to a sub-agent; long texts are cut. `announced` is the outcome of the report."""
-
-    run_id: str
-    child_session_key: str
-    agent_id: str
-    label: str | None = None
-    task: str
-    phase: str
-    status: str | None = None
-    result: str | None = None
-    error: str | None = None
-    announced: str | None = None
-    model: str | None = None
-    created_at: int
-    started_at: int | None = None
-    ended_at: int | None = None
-    total_tokens: int | None = None
-    last_activity_at: int | None = None
-
-    @property
-    def name(self) -> str:
-        return self.label or self.child_session_key
-
-
-class KillResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The sub-agents that were stopped; `finished` names the chosen one if it had already ended."""
-
-    keys: list[str]
-    names: list[str]
-    finished: str | None = None
-
-
 class ApprovalView(View, frozen=True, kw_only=True):
     """A tool call that waits, or waited, for a person's decision."""
 
@@ -591,128 +466,7 @@ class GrantView(View, frozen=True, kw_only=True):
     created_at: int
 
 
-class DeliveryView(View, frozen=True, kw_only=True):
-    """A message on its way to people."""
-
-    key: str
-    kind: str
-    session_key: str
-    channel: str
-    to: str | None = None
-    state: str
-    text: str
-    attempts: int = 0
-    error: str | None = None
-    message_id: str | None = None
-    created_at: int
-    next_at: int | None = None
-    expires_at: int | None = None
-    parts: int | None = None
-    """How many messages of its chat service it is, once that is known."""
-    parts_sent: int | None = None
-    settled_at: int | None = None
-
-
-class DeliveryPage(View, frozen=True):
-    """Deliveries, newest first. `count_by_state` covers all of them; `capped`: more may have been delivered."""
-
-    deliveries: list[DeliveryView]
-    count_by_state: dict[str, int] = msgspec.field(name="standing")
-    capped: bool = False
-    next_cursor: str | None = None
-
-
-class ExchangeView(View, frozen=True, kw_only=True):
-    """One message from a session to another, and its progress. Long texts are cut; expired ones are gone.
-
-    `announced` is the outcome of the announcement. Without a requester, an operator sent it.
-    """
-
-    id: str
-    requester_session_key: str | None = None
-    target_session_key: str
-    phase: str
-    turn: int
-    turns: int
-    announced: str | None = None
-    current_run_id: str | None = None
-    chain_id: str
-    hop: int
-    message: str | None = None
-    latest_reply: str | None = None
-    created_at: int
-    settled_at: int | None = None
-
-
-class ExchangePage(View, frozen=True):
-    """Exchanges, newest first."""
-
-    exchanges: list[ExchangeView]
-    next_cursor: str | None = None
-
-
-class ExchangeStep(View, frozen=True, kw_only=True):
-    """One answer within an exchange. `turn` is 0 for the first one, and absent for the announcement."""
-
-    run_id: str
-    session_key: str
-    turn: int | None = None
-    state: str
-    reply: str | None = None
-    error: str | None = None
-    at: int
-
-
-class ExchangeDetail(View, frozen=True, kw_only=True):
-    """An exchange with its full texts and every answer in it that is still stored."""
-
-    exchange: ExchangeView
-    steps: list[ExchangeStep]
-
-
-class SearchHit(View, frozen=True):
-    """An entry that was found. `score` is its recency: 1 is now, 1/2 a day ago, 1/8 a week ago."""
-
-    session_key: str
-    session_id: str
-    message_id: str
-    seq: int
-    role: str
-    timestamp: int
-    snippet: str
-    score: float
-
-
-class SearchPage(View, frozen=True):
-    """Hits, newest first. `indexing`: the latest messages are not all searchable yet; `truncated`: more may exist."""
-
-    results: list[SearchHit]
-    indexing: bool = False
-    truncated: bool = False
-
-
 # --- building results from rows ---
-
-
-def build_task_view(row: Row, viewer_agent_id: str | None) -> TaskView:
-    return TaskView(
-        run_id=row["id"],
-        child_session_key=keys.display_stored_key(row["child_key"], viewer_agent_id=viewer_agent_id),
-        agent_id=row["agent_id"],
-        label=row["label"],
-        task=row["task"],
-        phase=row["phase"],
-        status=row["outcome"],
-        result=row["result"],
-        error=row["error"],
-        announced=row["announced"],
-        model=row["model"],
-        created_at=row["created_at"],
-        started_at=row["started_at"],
-        ended_at=row["ended_at"],
-        total_tokens=row["total_tokens"],
-        last_activity_at=row["child_updated_at"],
-    )
 
 
 def build_run_view(row: Row, spent: Row | None, now: int) -> RunView:
@@ -805,43 +559,3 @@ def build_session_view(
         True if is_sandboxed and has_attested_sandbox(agent_id) else None,
     )
     # fmt: on
-
-
-def build_history_item(entry: Entry) -> dict[str, Any]:
-    """The raw entry with its number and id, marked if it is internal. A damaged one is shown as such."""
-    return build_raw_item(
-        entry.body, entry.id, entry.seq, entry.run_id, is_internal=entry.is_internal, damaged_role=entry.role
-    )
-
-
-def build_raw_item(
-    body: str, id: str, seq: int, run_id: str | None, *, is_internal: bool, damaged_role: str
-) -> dict[str, Any]:
-    """An entry as `build_history_item` shows it, for callers that know whether it is internal."""
-    try:
-        item: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError):
-        item = {
-            "role": damaged_role,
-            "content": [],
-            "errorMessage": "This entry is damaged and cannot be shown.",
-        }
-    run = {"runId": run_id} if run_id else {}
-    internal = {"internal": True} if is_internal else {}
-    return {**item, "id": id, "seq": seq, **run, **internal}
-
-
-def build_preview_item(entry: Entry, max_chars: int) -> PreviewItem | None:
-    """The text of an entry on one line, cut to fit; None if it has no text."""
-    try:
-        message = decode_message(entry.body)
-    except InvalidInput:
-        return None
-    if not isinstance(message, UserMessage | AssistantMessage):
-        return None
-    content = message.content
-    texts = [content] if isinstance(content, str) else [b.text for b in content if isinstance(b, TextBlock)]
-    words = " ".join(" ".join(texts).split())
-    if len(words) > max_chars:
-        words = f"{words[: max_chars - 1].rstrip()}…"
-    return PreviewItem(role=entry.role, text=words) if words else None

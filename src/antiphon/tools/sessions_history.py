@@ -17,7 +17,7 @@ from antiphon.engine.sessions.transcripts import HistoryFilter
 from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.errors import InvalidInput
 from antiphon.operations.operations import Operations
-from antiphon.operations.types import HistoryPage
+from antiphon.operations.transcript_types import HistoryPage
 from antiphon.tools._adapter import (
     MAX_SAFE_INTEGER,
     ToolArguments,

@@ -18,13 +18,8 @@ from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.keys import SessionKind
 from antiphon.operations.operations import Operations
 from antiphon.operations.sessions import MAX_MESSAGES_PER_SESSION, MessageBudget
-from antiphon.operations.types import (
-    DEFAULT_LIST_ROWS,
-    MAX_LIST_ROWS,
-    ListFilter,
-    SessionOverview,
-    build_history_item,
-)
+from antiphon.operations.transcript_types import build_history_item
+from antiphon.operations.types import DEFAULT_LIST_ROWS, MAX_LIST_ROWS, ListFilter, SessionOverview
 from antiphon.tools._adapter import ToolArguments, build_tool, clamp_value, describe_clamped_range
 from antiphon.tools._bounds import (
     MAX_LIST_RESULT_BYTES,

@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.messages import AnnounceMode
+from antiphon.operations.collaboration_types import SendResult
 from antiphon.operations.exchanges import MAX_REPLY_BACK_TURNS
 from antiphon.operations.operations import Operations
 from antiphon.operations.types import (
@@ -15,7 +16,6 @@ from antiphon.operations.types import (
     MAX_REPLY_TIMEOUT_SECONDS,
     RequestOrigin,
     SendRequest,
-    SendResult,
 )
 from antiphon.tools._adapter import ToolArguments, build_tool, describe_clamped_range
 

@@ -10,8 +10,9 @@ from msgspec import Meta
 from antiphon.engine.collaboration.attachments import SpawnAttachment
 from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.messages import ThinkingLevel
+from antiphon.operations.collaboration_types import SpawnResult
 from antiphon.operations.operations import Operations
-from antiphon.operations.types import RequestOrigin, SpawnRequest, SpawnResult
+from antiphon.operations.types import RequestOrigin, SpawnRequest
 from antiphon.tools._adapter import ToolArguments, build_tool
 
 TOOL_DESCRIPTION = (

@@ -11,9 +11,10 @@ from msgspec import Meta
 from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.errors import InvalidInput
 from antiphon.messages import Provenance
+from antiphon.operations.collaboration_types import TaskView
 from antiphon.operations.exchanges import REQUEST_ID_NAMESPACE
 from antiphon.operations.operations import Operations
-from antiphon.operations.types import IncomingMessage, RequestOrigin, TaskView
+from antiphon.operations.types import IncomingMessage, RequestOrigin
 from antiphon.tools._adapter import ToolArguments, build_tool
 from antiphon.tools._bounds import MAX_LIST_RESULT_BYTES
 

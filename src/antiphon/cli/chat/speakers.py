@@ -16,7 +16,7 @@ from antiphon.errors import AntiphonError
 
 if TYPE_CHECKING:
     from antiphon.cli._backend import Backend
-    from antiphon.operations.types import ExchangeView
+    from antiphon.operations.collaboration_types import ExchangeView
 
 OTHER_CLIENT_SPEAKER = "you (elsewhere)"  # of a message that was typed into this session, in another client
 REPORT_KIND = "subagent_result"

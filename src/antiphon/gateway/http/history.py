@@ -27,7 +27,7 @@ from antiphon.gateway.auth import ClientIdentity
 from antiphon.gateway.http.responses import EventStream, StreamSlots, build_json_response, build_sse_event
 from antiphon.gateway.state import GatewayState
 from antiphon.operations.operations import Operations
-from antiphon.operations.types import HistoryPage
+from antiphon.operations.transcript_types import HistoryPage
 
 CLIENT_RETRY_DELAY_MS = 1000  # before a disconnected client reconnects
 _BOOLEANS_BY_TEXT = {"1": True, "true": True, "0": False, "false": False, "": False}

@@ -16,7 +16,8 @@ from antiphon.gateway.methods import system
 from antiphon.gateway.methods.registry import MethodCall, qualify_session_key, rpc_method
 from antiphon.gateway.wire import ImageAttachment
 from antiphon.gateway.ws.frames import IdempotencyKey, Params, SessionReference
-from antiphon.operations.types import HistoryPage, IncomingMessage, MessageReceipt
+from antiphon.operations.transcript_types import HistoryPage
+from antiphon.operations.types import IncomingMessage, MessageReceipt
 
 MAX_HISTORY_BYTES = 6 * 2**20  # of one response
 MAX_HISTORY_MESSAGE_BYTES = 128 * 1024  # larger messages are replaced by a placeholder

@@ -10,7 +10,13 @@ from antiphon.access import ADMIN_SCOPE, READ_SCOPE, WRITE_SCOPE
 from antiphon.engine.collaboration.attachments import SpawnAttachment
 from antiphon.gateway.methods.registry import MethodCall, NoParams, rpc_method
 from antiphon.gateway.ws.frames import IdempotencyKey, Params, SessionReference
-from antiphon.operations.types import DeliveryPage, DeliveryView, ExchangeDetail, ExchangePage, SpawnResult
+from antiphon.operations.collaboration_types import (
+    DeliveryPage,
+    DeliveryView,
+    ExchangeDetail,
+    ExchangePage,
+    SpawnResult,
+)
 from antiphon.tools.sessions_spawn import SpawnArguments
 
 

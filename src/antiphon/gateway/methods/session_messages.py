@@ -17,12 +17,12 @@ from antiphon.gateway.methods.registry import MethodCall, qualify_session_key, r
 from antiphon.gateway.wire import ImageAttachment
 from antiphon.gateway.ws.frames import IdempotencyKey, Params, SessionReference
 from antiphon.messages import AnnounceMode
+from antiphon.operations.collaboration_types import SendResult
 from antiphon.operations.exchanges import MAX_REPLY_BACK_TURNS
 from antiphon.operations.types import (
     DEFAULT_REPLY_TIMEOUT_SECONDS,
     MAX_REPLY_TIMEOUT_SECONDS,
     IncomingMessage,
-    SendResult,
 )
 from antiphon.operations.types import SendRequest as Exchange
 

@@ -15,7 +15,8 @@ from antiphon.gateway import wire
 from antiphon.gateway.methods import chat
 from antiphon.gateway.methods.registry import MethodCall, NoParams, qualify_session_key, rpc_method
 from antiphon.gateway.ws.frames import Params, SessionReference
-from antiphon.operations.types import HistoryPage, ListFilter, SessionView
+from antiphon.operations.transcript_types import HistoryPage
+from antiphon.operations.types import ListFilter, SessionView
 from antiphon.store.listing import SESSION_KINDS
 
 MAX_SESSIONS_PER_PAGE = 200
