@@ -193,7 +193,7 @@ async def test_a_provider_whose_reason_has_half_a_character_is_quoted_with_the_r
 @pytest.mark.sqlite_only
 @pytest.mark.requirement("G2", "G21")
 @pytest.mark.parametrize("sort", ["answer", "call", "own tool"])
-async def test_on_a_full_disk_what_a_run_came_to_waits_for_room_and_is_not_asked_for_again(
+async def test_on_a_full_disk_the_result_of_a_run_waits_for_room_and_the_model_is_not_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sort: str
 ) -> None:
     """Small commits find their place where this one does not, so that only the run itself would notice."""

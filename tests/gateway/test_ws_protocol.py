@@ -103,7 +103,7 @@ async def test_protocol_3_knows_no_forbidden(gateway: GatewayFixture) -> None:
 SEND = {"sessionKey": "main", "message": "hello", "idempotencyKey": "k"}
 
 
-async def test_hello_says_what_there_is_and_what_is_allowed(gateway: GatewayFixture) -> None:
+async def test_hello_lists_the_features_and_limits_of_the_gateway(gateway: GatewayFixture) -> None:
     async with gateway.client() as client:
         hello = client.hello
     assert hello["type"] == "hello-ok"

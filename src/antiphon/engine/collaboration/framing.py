@@ -52,7 +52,7 @@ _DESCRIPTION_BY_KIND = {
     RECORD_KIND: "A record of what was sent or said in the name of this session",
     "inter_session": "A message",
     "subagent_result": "The result of a sub-agent",
-    "steer": "A change of the task of this session",
+    "steer": "A new task",
     "command_end": "The end of a command that this session started in the background, and what it printed",
 }
 _DEFAULT_DATA_NOTICE = (
