@@ -145,10 +145,14 @@ def test_a_device_is_not_read(workspace: WorkspaceDirectory) -> None:
 
 
 def test_a_dangling_link_is_not_written_through(workspace: WorkspaceDirectory) -> None:
-    (workspace.root / "dangling").symlink_to("../new")
-    with pytest.raises(AntiphonError):
-        write(workspace, "dangling", b"x")
-    assert not (workspace.root.parent / "new").exists()
+    for target in ("../new", "new"):
+        link = workspace.root / "dangling"
+        link.symlink_to(target)
+        with pytest.raises(AntiphonError):
+            write(workspace, "dangling", b"x")
+        assert not (link.parent / target).exists()
+        assert os.readlink(link) == target
+        link.unlink()
 
 
 def test_only_regular_files_are_read(workspace: WorkspaceDirectory) -> None:
@@ -215,14 +219,14 @@ def test_a_directory_swapped_for_a_link_leads_nowhere(
 def test_several_files_are_replaced_together_or_not_at_all(workspace: WorkspaceDirectory) -> None:
     first = write(workspace, "a", b"1")
     second = write(workspace, "b", b"2")
-    (workspace.root / "link").symlink_to("missing")
-    with pytest.raises((Forbidden, InvalidInput)):
+    (workspace.root / "alias").symlink_to(".")
+    with pytest.raises((StaleFile, Forbidden, InvalidInput)):
         workspace.replace_files(
             [
                 FileReplacement("a", first, b"changed"),
                 FileReplacement("b", second, None),
                 FileReplacement("new/file", None, b"created"),
-                FileReplacement("link", None, b"never through a link"),
+                FileReplacement("alias/a", first, b"the same file again"),
             ],
             MAX_BYTES,
         )

@@ -186,6 +186,8 @@ class WorkspaceDirectory:
                 content = self.find_content(each.path, bytes_left)
                 _require_version(each, content.sha256 if content else None)
                 bytes_left -= len(content.data) if content else 0
+                if each.data is not None:
+                    self._require_replaceable(each.path)
                 before.append(content)
             done: list[FileReplacement] = []
             try:
@@ -271,6 +273,12 @@ class WorkspaceDirectory:
             yield
         finally:
             os.close(fd)
+
+    def _require_replaceable(self, path: str) -> None:
+        """Raise unless a path is a regular file or does not exist."""
+        name = self.normalize(path)
+        with suppress(NotFound), self._open_parent(name) as parent, self._report_errors(name):
+            _find_mode(parent, PurePosixPath(name).name, name)
 
     def _replace(self, path: str, data: bytes | None) -> None:
         """Replace a file, or delete it if there is no data."""
