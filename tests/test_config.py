@@ -617,6 +617,15 @@ def test_settings_of_containers_are_read_as_others_write_them() -> None:
     assert sandbox.binds == ("/a:/b:rw", "/c:/d:ro", "/e:/f:rw")
 
 
+@pytest.mark.parametrize("bind", ["data", "data:/data", "/data", "/a:/b:rx", "/a:b", ""])
+@pytest.mark.parametrize("section", ["sandbox", "docker"])
+def test_a_bind_of_another_form_is_an_error(section: str, bind: str) -> None:
+    binds: dict[str, Any] = {"binds": [bind]}
+    sandbox = binds if section == "sandbox" else {"docker": binds}
+    with pytest.raises(ConfigError, match=r"binds\[0\]"):
+        parse({"agents": {"defaults": {"sandbox": sandbox}}})
+
+
 def test_a_bind_that_only_others_know_is_read_and_told() -> None:
     (warning,) = parse({"gateway": {"bind": "tailnet"}})[1]
     assert warning.startswith("'gateway.bind' is 'tailnet'")

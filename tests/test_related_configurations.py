@@ -141,6 +141,8 @@ ROWS = [
     *put_below(f"{AGENT}.tools.loopDetection", LOOP_KEYS),
     *put_below("tools.web.fetch", FETCH_KEYS),
     *put_below("tools.web.search", SEARCH_KEYS),
+    Row("tools.subagents.model", "openai/gpt-5-mini"),
+    Row("tools.web.search.brave.mode", "llm-context"),
     Row("tools.fs.workspaceOnly", False),
     Row(f"{AGENT}.tools.fs.workspaceOnly", False),
     Row("tools.elevated.enabled", True),

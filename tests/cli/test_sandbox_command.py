@@ -59,6 +59,22 @@ def test_unused_directories_are_removed_and_nothing_else(tmp_path: Path) -> None
     assert all((directory / "tmp" / "file").exists() for directory in (new, theirs, root / "other" / "tmp"))
 
 
+def test_the_command_tells_what_it_removed(program: Program) -> None:
+    used = program.state / "sandboxes" / "main" / "_agent"
+    old = program.state / "sandboxes" / "main" / ("0" * 32)
+    for directory in (used, old):
+        (directory / "tmp").mkdir(parents=True)
+    program.state.chmod(0o700)
+    yesterday = time.time() - 25 * 3600
+    for path in (old / "tmp", old):
+        os.utime(path, (yesterday, yesterday))
+    first, second = (program.run("sandbox", "prune").out for _ in range(2))
+    assert first.startswith("Removed:")
+    assert str(old) in first
+    assert str(used) not in first
+    assert second == "Nothing to remove: everything was used in the last 24 h.\n"
+
+
 @pytest.mark.anyio
 @pytest.mark.requirement("AT6")
 async def test_the_doctor_names_the_fault_and_the_cure(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import tempfile
 import threading
@@ -174,7 +175,7 @@ async def test_a_working_directory_is_inside(tmp_path: Path) -> None:
     for workdir in ("..", "/etc", "/agent", "/usr/bin"):
         with pytest.raises(Forbidden, match="outside the workspace"):
             await sandboxes.wrap(MAIN, ["true"], workdir=workdir, env={})
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFound, match="There is no directory 'missing'"):
         await sandboxes.wrap(MAIN, ["true"], workdir="missing", env={})
 
 
@@ -206,6 +207,57 @@ async def test_without_a_working_backend_nothing_runs(
     hide_every_bubblewrap(monkeypatch)
     with pytest.raises(SandboxUnavailable, match="apt-get install bubblewrap"):
         await make_sandboxes(tmp_path / "state").wrap(MAIN, ["true"], workdir=None, env={})
+
+
+@pytest.mark.requirement("AT6", "AT7")
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"binds": ["/run/docker.sock:/run/docker.sock"]}, "the directory '/run/docker.sock' of 'binds'"),
+        ({"binds": ["{state}/..:/data"]}, "of 'binds' may not be shown to a sandbox"),
+        ({"binds": ["/srv:/usr/srv"]}, "'/usr/srv' is not a place for a bind"),
+        ({"workspaceRoot": "/etc/sandboxes"}, "the directory '/etc/sandboxes' of 'workspaceRoot'"),
+        ({"workspace": "{state}"}, "of 'workspace' may not be shown"),
+    ],
+)
+async def test_directories_that_no_sandbox_may_show_are_told_before_a_command_needs_them(
+    tmp_path: Path, settings: dict[str, Any], reason: str
+) -> None:
+    written = json.loads(json.dumps(settings).replace("{state}", str(tmp_path / "state")))
+    work = written.pop("workspace", None)
+    config = make_agents_config(
+        agents={"defaults": {"sandbox": written, **({"workspace": work} if work else {})}}
+    )
+    sandboxes = Sandboxes(config, tmp_path / "state")
+    status = await sandboxes.find_status("main")
+    assert status.backend is None
+    assert reason in (sandboxes.explain_unavailable("main") or "")
+    assert not sandboxes.is_attested("main")
+    with pytest.raises(SandboxUnavailable):
+        await sandboxes.wrap(MAIN, ["true"], workdir=None, env={})
+
+
+async def test_a_workspace_that_sandboxed_sessions_do_not_see_may_hold_the_state(tmp_path: Path) -> None:
+    config = make_agents_config(
+        agents={
+            "defaults": {"workspace": str(tmp_path), "sandbox": {"mode": "all", "workspaceAccess": "none"}}
+        }
+    )
+    sandboxes = Sandboxes(config, tmp_path / "state")
+    assert await run(sandboxes, GROUP, "ls /workspace") == ""
+
+
+async def test_a_bind_that_does_not_exist_is_created_by_no_tool(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    config = make_agents_config(agents={"defaults": {"sandbox": {"binds": [f"{missing}:/data:rw"]}}})
+    sandboxes = Sandboxes(config, tmp_path / "state")
+    with pytest.raises(NotFound, match="of a bind does not exist"):
+        await sandboxes.wrap(MAIN, ["true"], workdir=None, env={})
+    async with open_test_store(tmp_path) as store:
+        files = WorkspaceFiles(store, SystemClock(), SessionWorkspaceLocator(config, tmp_path / "state"))
+        with pytest.raises(NotFound, match="of a bind does not exist"):
+            await files.read(MAIN, "/data/file")
+    assert not missing.exists()
 
 
 @pytest.mark.requirement("B1", "AT6")

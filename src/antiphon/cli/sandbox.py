@@ -98,7 +98,7 @@ def list_sandboxes(settings: Settings) -> None:
 
     config, state_dir = settings.load().config, settings.paths.state_dir
     containers = asyncio.run(list_containers(state_dir)) if has_containers(config) else []
-    _print_remains(settings, list_directories(config, state_dir), containers)
+    _print_remains(settings, list_directories(config, state_dir), containers, "No directories.")
 
 
 @command.command()
@@ -121,11 +121,18 @@ def prune(settings: Settings, idle_hours: float) -> None:
     if has_containers(config):
         now = round(time.time() * 1000)
         containers = asyncio.run(remove_unused_containers(config, state_dir, now, idle_hours=idle_hours))
-    _print_remains(settings, remove_idle_directories(config, state_dir, idle_hours), containers)
+    removed = remove_idle_directories(config, state_dir, idle_hours)
+    nothing = f"Nothing to remove: everything was used in the last {idle_hours:g} h."
+    if not settings.json and (removed or containers):
+        click.echo("Removed:")
+    _print_remains(settings, removed, containers, nothing)
 
 
 def _print_remains(
-    settings: Settings, directories: list[SandboxDirectory], containers: list[SandboxContainer]
+    settings: Settings,
+    directories: list[SandboxDirectory],
+    containers: list[SandboxContainer],
+    if_nothing: str,
 ) -> None:
     if settings.json:
         _output.print_json({"directories": directories, "containers": containers})
@@ -136,9 +143,9 @@ def _print_remains(
             for each in containers
         ]
         _output.print_table(["CONTAINER", "IMAGE", "STATE", "UNUSED FOR"], rows)
-    if not directories:
-        click.echo("No directories.")
-    else:
+    if not directories and not containers:
+        click.echo(if_nothing)
+    if directories:
         rows = [
             [each.path, str(each.files), f"{each.bytes // 1024} KiB", _output.format_age(each.used_at)]
             for each in directories

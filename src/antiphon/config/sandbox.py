@@ -20,6 +20,7 @@ MAX_BYTES = 1 << 50
 _FOREIGN_BACKENDS = ("openshell", "ssh")
 _SIZE_PATTERN = re.compile(r"(\d{1,15})\s*([bkmgt]?)b?", re.IGNORECASE)
 _USER_PATTERN = re.compile(r"(\d{1,9})(?::(\d{1,9}))?")
+BIND_PATTERN = re.compile(r"([/~][^:]*):(/[^:]*)(?::(ro|rw))?")
 
 
 def _refuse_foreign_backend(value: object) -> object:
@@ -47,6 +48,17 @@ def _check_host(value: str) -> str:
 
 
 HostPatterns = Annotated[tuple[Annotated[str, AfterValidator(_check_host)], ...], Strict(False)]
+
+
+def _check_bind(value: str) -> str:
+    if not BIND_PATTERN.fullmatch(value):
+        raise build_expected_error(
+            "'/directory/of/the/host:/name/inside', with ':ro' or ':rw' at the end for its mode"
+        )
+    return value
+
+
+Binds = Annotated[tuple[Annotated[str, AfterValidator(_check_bind)], ...], Strict(False)]
 
 
 def _parse_size(value: object) -> object:
@@ -141,7 +153,7 @@ class SandboxDocker(Section):
     apparmor_profile: Profile | None = None
     dns: Strings = ()
     extra_hosts: Strings = Field(default=(), description="Further names of hosts as 'name:address'.")
-    binds: Strings = Field(default=(), description="Directories as 'source:target[:ro|rw]', `rw` by default.")
+    binds: Binds = Field(default=(), description="Directories as 'source:target[:ro|rw]', `rw` by default.")
 
 
 class SandboxPrune(Section):
@@ -175,7 +187,7 @@ class SandboxConfig(Section):
     user: Annotated[int, Field(ge=1, lt=2**32 - 1)] = Field(
         default=DEFAULT_SANDBOX_USER_ID, description="User id of commands, if the gateway runs as root."
     )
-    binds: Strings = Field(default=(), description="Directories as 'source:target[:ro|rw]'.")
+    binds: Binds = Field(default=(), description="Directories as 'source:target[:ro|rw]'.")
     prune: SandboxPrune = Field(
         default_factory=SandboxPrune.model_construct, description="When their directories are removed."
     )

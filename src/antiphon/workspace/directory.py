@@ -91,10 +91,20 @@ class WorkspaceDirectory:
         return f"{status.st_dev}:{status.st_ino}"
 
     def require_directory(self, path: str) -> None:
-        """Raise unless the path names a directory inside."""
+        """Check that the path names a directory inside.
+
+        Raises:
+            NotFound: there is no such directory.
+            Forbidden: it leads outside.
+        """
         name = self.normalize(path)
-        with self._report_errors(name):
-            os.close(self._open_directory(name))
+        try:
+            with self._report_errors(name):
+                os.close(self._open_directory(name))
+        except (NotFound, InvalidInput):
+            raise NotFound(
+                f"There is no directory {name!r}.", "Use one that exists.", field="workdir"
+            ) from None
 
     def make_directory(self, path: str) -> None:
         """Create a directory and those above it, if they do not exist."""

@@ -24,7 +24,7 @@ from antiphon.store import Store, Tx
 from antiphon.store.queries import Queries
 from antiphon.workspace.directory import FileReplacement, WorkspaceDirectory
 from antiphon.workspace.edits import FilePatch, parse_patch, replace_text, require_distinct_paths
-from antiphon.workspace.locations import WORKSPACE_MOUNT, Mount, SessionWorkspace, mark_used
+from antiphon.workspace.locations import WORKSPACE_MOUNT, Mount, SessionWorkspace, create_root, mark_used
 
 MAX_WRITE_BYTES = 1024 * 1024
 MAX_READ_BYTES = 16 * 1024 * 1024
@@ -193,7 +193,7 @@ async def work_in_directory(mount: Mount, work: Callable[[WorkspaceDirectory], T
 
     def run() -> T:
         mark_used([mount])
-        mount.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        create_root(mount)
         with WorkspaceDirectory(mount.root, below=mount.below, aliases=(mount.target,)) as directory:
             return work(directory)
 

@@ -17,7 +17,8 @@ import msgspec
 
 from antiphon import keys
 from antiphon.access import Caller
-from antiphon.errors import InvalidInput
+from antiphon.config.sandbox import BIND_PATTERN
+from antiphon.errors import InvalidInput, NotFound
 from antiphon.paths import expand_home
 
 if TYPE_CHECKING:
@@ -29,10 +30,10 @@ SANDBOXES_DIRECTORY_NAME = "sandboxes"
 SESSION_DIRECTORY_NAMES = (WORKSPACES_DIRECTORY_NAME, SANDBOXES_DIRECTORY_NAME)  # of the state directory
 _PLAIN_NAME_PATTERN = re.compile(r"[0-9A-Za-z_-]{1,64}")
 WORKSPACE_MOUNT, AGENT_WORKSPACE_MOUNT, TEMPORARY_MOUNT = "/workspace", "/agent", "/tmp"  # noqa: S108 - of sandboxes
+OWN_MOUNTS = (WORKSPACE_MOUNT, AGENT_WORKSPACE_MOUNT, TEMPORARY_MOUNT)
 WORKSPACE_DIRECTORY_NAME, TEMPORARY_DIRECTORY_NAME = "workspace", "tmp"
 SHARED_DIRECTORY_NAME, AGENT_DIRECTORY_NAME = "_shared", "_agent"  # neither an agent id nor a hash
 OWN_DIRECTORY_NAME_PATTERN = re.compile(rf"{AGENT_DIRECTORY_NAME}|[0-9a-f]{{32}}")
-_BIND_PATTERN = re.compile(r"([^:]+):(/[^:]*)(?::(ro|rw))?")
 
 
 class Mount(msgspec.Struct, frozen=True):
@@ -105,6 +106,20 @@ class SessionWorkspaceLocator:
         return SessionWorkspace((workspace, *further))
 
 
+def create_root(mount: Mount) -> None:
+    """Create the directory of a mount, unless it is a bind: those belong to the operator.
+
+    Raises:
+        NotFound: there is no such directory.
+    """
+    if mount.target in OWN_MOUNTS:
+        mount.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    elif not mount.root.is_dir():
+        raise NotFound(
+            f"The directory {str(mount.root)!r} of a bind does not exist.", "Create it.", field="binds"
+        )
+
+
 def mark_used(mounts: Iterable[Mount]) -> None:
     """Record that a session uses its own directory, so that it is not removed as idle."""
     for mount in mounts:
@@ -116,20 +131,11 @@ def mark_used(mounts: Iterable[Mount]) -> None:
 
 
 def parse_binds(binds: Sequence[str]) -> list[Mount]:
-    """Return the directories that the configuration shows to sandboxes, as `source:target[:ro|rw]`.
-
-    Raises:
-        InvalidInput: a bind has another form.
-    """
+    """Return the directories that the configuration shows to sandboxes, as `source:target[:ro|rw]`."""
     found: list[Mount] = []
     for bind in binds:
-        match = _BIND_PATTERN.fullmatch(bind)
-        if match is None:
-            raise InvalidInput(
-                f"The bind {bind!r} is not valid.",
-                "Write '/directory/of/the/host:/name/inside', with ':rw' at the end to allow writing.",
-                field="binds",
-            )
+        match = BIND_PATTERN.fullmatch(bind)
+        assert match is not None  # the configuration was checked
         source, target, mode = match.groups()
         found.append(Mount(target, expand_home(source).absolute(), writable=mode == "rw"))
     return found

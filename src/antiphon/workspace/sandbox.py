@@ -21,7 +21,7 @@ import msgspec
 
 from antiphon.access import Caller
 from antiphon.child_processes.pipes import open_memory_file
-from antiphon.errors import Forbidden, NotFound, SandboxUnavailable
+from antiphon.errors import Forbidden, InvalidInput, SandboxUnavailable
 from antiphon.workspace.directory import WorkspaceDirectory
 from antiphon.workspace.locations import (
     TEMPORARY_DIRECTORY_NAME,
@@ -31,6 +31,7 @@ from antiphon.workspace.locations import (
     Mount,
     SessionWorkspace,
     SessionWorkspaceLocator,
+    create_root,
     locate_agent_workspace,
     locate_sandboxes,
     mark_used,
@@ -111,6 +112,8 @@ class Sandboxes:
         self._selected: dict[tuple[object, ...], _Selected] = {}
         self._backend_keys: dict[str, tuple[object, ...]] = {}
         """By configured agent: every run asks, and the settings do not change."""
+        self._refused: dict[str, _Selected | None] = {}
+        """By agent: that no backend may show its directories, or None if they were checked and may be shown."""
         self._attested: OrderedDict[tuple[object, ...], None] = OrderedDict()
         self._selecting = asyncio.Lock()
 
@@ -203,6 +206,7 @@ class Sandboxes:
             return None
         self._attested.clear()
         self._selected.clear()
+        self._refused.clear()
         try:
             await self.wrap(caller, ["true"], workdir=None, env={})
         except SandboxUnavailable as error:
@@ -213,6 +217,8 @@ class Sandboxes:
 
     def _find_selected(self, agent_id: str) -> _Selected | None:
         """Return the backend of an agent, or None if it is not known yet."""
+        if refused := self._refused.get(agent_id):
+            return refused
         return self._selected.get(self._get_backend_key(self._config.get_agent(agent_id)))
 
     def _get_backend_key(self, agent: AgentConfig) -> tuple[object, ...]:
@@ -223,6 +229,10 @@ class Sandboxes:
     async def _select(self, agent: AgentConfig) -> _Selected:
         key = self._get_backend_key(agent)
         async with self._selecting:
+            if agent.id not in self._refused:
+                self._refused[agent.id] = await asyncio.to_thread(self._check_directories, agent)
+            if refused := self._refused[agent.id]:
+                return refused
             if key not in self._selected:
                 self._selected[key] = await self._find_working_backend(agent)
             return self._selected[key]
@@ -243,6 +253,24 @@ class Sandboxes:
                 program = str(backend.program) if backend.program else None
                 return _Selected(backend, SandboxStatus(backend=name, program=program, faults=faults))
         return _Selected(None, SandboxStatus(backend=None, faults=faults))
+
+    def _check_directories(self, agent: AgentConfig) -> _Selected | None:
+        """Return that no backend works, if the agent's settings name a directory that no sandbox may show."""
+        settings = agent.sandbox
+        own = locate_sandboxes(agent, self._state_dir)
+        mounts = [Mount(TEMPORARY_MOUNT, own), *parse_binds(settings.binds)]
+        if settings.mode != "all" or settings.workspace_access != "none":
+            is_writable = settings.mode != "all" or settings.workspace_access == "rw"
+            work = locate_agent_workspace(agent, self._state_dir)
+            mounts.append(Mount(WORKSPACE_MOUNT, work, writable=is_writable))
+        try:
+            check_bind_targets(parse_binds(settings.binds))
+            check_mounts(mounts, self._state_dir)
+        except InvalidInput as error:
+            name = _list_backend_names(settings)[0]
+            fault = SandboxFault(_make_clause(error.what), _make_clause(error.hint))
+            return _Selected(None, SandboxStatus(backend=None, faults=[(name, fault)]))
+        return None
 
     async def _probe_backend(self, backend: SandboxBackend, agent: AgentConfig) -> None:
         with self._make_probe_mounts(backend, agent) as mounts:
@@ -326,14 +354,7 @@ class Sandboxes:
         bound = {bind.target for bind in parse_binds(agent.sandbox.binds)}
         numbers: dict[str, str] = {}
         for mount in workspace.mounts:
-            if mount.target not in bound:
-                mount.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            elif not mount.root.is_dir():
-                raise NotFound(
-                    f"The directory {str(mount.root)!r} of a bind does not exist.",
-                    "Create it.",
-                    field="binds",
-                )
+            create_root(mount)
             if owner is not None and mount.writable and mount.target not in bound:
                 start = workspace.start if mount is workspace.workspace else ""
                 for below in {"", mount.below, start}:
@@ -381,6 +402,11 @@ class Sandboxes:
         if not self._state_dir.is_dir():
             return self._state_dir
         return next((path for path in sorted(self._state_dir.iterdir()) if path.is_file()), self._state_dir)
+
+
+def _make_clause(sentence: str) -> str:
+    """Return a sentence as a part of another one."""
+    return sentence[:1].lower() + sentence[1:].removesuffix(".")
 
 
 def _build_backend_key(settings: SandboxConfig) -> tuple[object, ...]:

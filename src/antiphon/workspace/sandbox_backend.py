@@ -16,6 +16,7 @@ from antiphon.config.sandbox import SandboxBackendName
 from antiphon.errors import InvalidInput
 from antiphon.workspace.locations import (
     AGENT_WORKSPACE_MOUNT,
+    OWN_MOUNTS,
     SESSION_DIRECTORY_NAMES,
     TEMPORARY_MOUNT,
     WORKSPACE_MOUNT,
@@ -31,7 +32,11 @@ READABLE_SYSTEM_FILES = (
     "/etc/localtime",
     "/etc/magic",
 )
-OWN_MOUNTS = (WORKSPACE_MOUNT, AGENT_WORKSPACE_MOUNT, TEMPORARY_MOUNT)
+_SETTING_BY_MOUNT = {
+    WORKSPACE_MOUNT: "workspace",
+    AGENT_WORKSPACE_MOUNT: "workspace",
+    TEMPORARY_MOUNT: "workspaceRoot",
+}
 MOUNTS_VARIABLE, CANARY_VARIABLE = "MOUNTS", "CANARY"
 
 _PRIVATE_DIRECTORIES = (
@@ -184,10 +189,11 @@ def check_mounts(mounts: Iterable[Mount], state_dir: Path) -> None:
             or any(path.is_relative_to(source) for path in private)
             or (_shows_state(source, state))
         ):
+            setting = _SETTING_BY_MOUNT.get(mount.target, "binds")
             raise InvalidInput(
-                f"The directory {str(mount.path)!r} may not be shown to a sandbox.",
+                f"The directory {str(mount.path)!r} of {setting!r} may not be shown to a sandbox.",
                 "Choose one that holds neither system files nor Antiphon's state.",
-                field="binds" if mount.target not in OWN_MOUNTS else "workspace",
+                field=setting,
             )
 
 
@@ -211,7 +217,9 @@ def check_bind_targets(binds: Iterable[Mount]) -> None:
         )
         if not target.is_absolute() or ".." in target.parts or reserved:
             raise InvalidInput(
-                f"{bind.target!r} is not a place for a bind.", "Use another absolute path.", field="binds"
+                f"{bind.target!r} is not a place for a bind.",
+                "Use another absolute path for it inside.",
+                field="binds",
             )
 
 
