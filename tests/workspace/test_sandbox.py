@@ -121,6 +121,15 @@ async def test_commands_and_file_tools_see_the_same_files(tmp_path: Path, access
         assert await read(OTHER_GROUP, "own.txt") == shared
 
 
+@pytest.mark.requirement("AT9", "T3")
+async def test_commands_of_an_agent_reach_the_attachments_of_its_sub_agents(tmp_path: Path) -> None:
+    sandboxes = make_sandboxes(tmp_path)
+    await run(sandboxes, MAIN, "true")  # its workspace belongs to the user of commands from now on
+    root = tmp_path / "workspaces" / "main"
+    receipt = attachments.write(root, "1", [("file", b"canary")], below="subagents/6f0c")
+    assert await run(sandboxes, MAIN, f"cat subagents/6f0c/{receipt.rel_dir}/file") == "canary"
+
+
 async def test_a_sub_agent_starts_in_its_own_directory_also_if_it_shares_the_workspace(
     tmp_path: Path,
 ) -> None:

@@ -116,7 +116,7 @@ _WORK_STORY = DemoStory(
         ),
     ),
     next_steps=(
-        ("antiphon chat", "talk with an agent, beside a gateway (antiphon up)"),
+        ("antiphon chat", "talk with an agent, after `antiphon up`"),
         ("docs/tools.md", "what agents can do"),
         ("docs/sandbox.md", "what a command can and cannot reach"),
     ),

@@ -391,12 +391,23 @@ def _resolve_workspace(workspace: Path) -> Path:
 
 @contextmanager
 def _open_subdirectory(parent: int, name: str, *, make: bool) -> Generator[int]:
+    is_new = False
     if make:
         with suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=parent)
+            is_new = True
         os.fsync(parent)
     with _open_directory(name, parent) as file:
+        if is_new:
+            _give_to_owner_of(parent, file)
         yield file
+
+
+def _give_to_owner_of(parent: int, file: int) -> None:
+    """Let what root creates belong to the user that works in the directory, as commands run as that user."""
+    if os.geteuid() == 0:
+        owner = os.fstat(parent)
+        os.fchown(file, owner.st_uid, owner.st_gid)
 
 
 @contextmanager
@@ -428,6 +439,7 @@ def _write_folder(place: int, folder: str, files: Iterable[tuple[str, bytes]]) -
     os.mkdir(part, 0o700, dir_fd=place)
     try:
         with _open_directory(part, place) as draft:
+            _give_to_owner_of(place, draft)
             for name, content in files:
                 _create_file(draft, name, content)
             os.fsync(draft)
@@ -442,6 +454,7 @@ def _write_folder(place: int, folder: str, files: Iterable[tuple[str, bytes]]) -
 
 def _create_file(directory: int, name: str, content: bytes) -> None:
     with os.fdopen(os.open(name, _CREATE_FILE_FLAGS, 0o600, dir_fd=directory), "wb") as stream:
+        _give_to_owner_of(directory, stream.fileno())
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
