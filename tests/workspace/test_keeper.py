@@ -184,15 +184,30 @@ async def test_a_full_disk_does_not_hide_the_end_of_a_command(client: KeeperClie
     await wait_until_true(is_written)
 
 
-async def test_a_result_that_a_power_failure_emptied_is_lost(client: KeeperClient, tmp_path: Path) -> None:
-    assert (await client.start("key", shell("true", tmp_path), wait_seconds=20)).state == "ended"
+@pytest.mark.requirement("T5")
+@pytest.mark.parametrize("is_there", [True, False], ids=["empty", "missing"])
+async def test_a_job_of_which_a_power_failure_left_only_the_name_is_lost(
+    client: KeeperClient, tmp_path: Path, is_there: bool
+) -> None:
+    spec = shell("echo >> runs", tmp_path)
+    assert (await client.start("key", spec, wait_seconds=20)).state == "ended"
     process = find_keeper(tmp_path)
     assert process is not None
     process.kill()
     process.wait(10)
-    (result,) = (tmp_path / "keeper" / "jobs").glob("*/result.json")
-    result.write_bytes(b"")
-    assert (await client.wait("key", 0)).state == "lost"
+    jobs = tmp_path / "keeper" / "jobs"
+    (jobs / "interrupted.draft").mkdir()
+    for file in [*jobs.glob("*/*.json")]:
+        file.write_bytes(b"") if is_there else file.unlink()
+    assert (await client.start("key", spec, wait_seconds=20)).state == "lost"
+    assert (tmp_path / "runs").read_text() == "\n"
+    assert [folder.suffix for folder in jobs.iterdir()] == [""]
+    await client.acknowledge("key")
+
+    async def is_removed() -> bool:
+        return not list(jobs.iterdir())
+
+    await wait_until_true(is_removed)
 
 
 async def test_commands_that_cannot_start_leave_nothing_open(client: KeeperClient, tmp_path: Path) -> None:

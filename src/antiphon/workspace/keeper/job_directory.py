@@ -1,6 +1,7 @@
 """The directory of a job: its specification, its output and its result.
 
-jobs/<digest of the key>/spec.json      written before the command starts
+jobs/<digest of the key>                on disk before the command starts
+                         spec.json      written before the command starts
                          output.head    the first part of what it prints
                          output.tail.N  the last parts, in files of equal size
                          result.json    written when it has ended
@@ -128,12 +129,17 @@ def load_result(folder: Path) -> Json | None:
         return None
 
 
+def load_spec(folder: Path) -> Json:
+    """Return what was asked for; nothing if it was lost in a power failure."""
+    try:
+        return json.loads((folder / "spec.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
 def load_process_id(folder: Path) -> str:
     """Return the id that the processes of a job have; the directory's name, for jobs of earlier versions."""
-    try:
-        return json.loads((folder / "spec.json").read_bytes()).get("processId", folder.name)
-    except (OSError, ValueError):
-        return folder.name
+    return load_spec(folder).get("processId", folder.name)
 
 
 def write_json(path: Path, value: Json, *, survives_power_failure: bool = True) -> None:

@@ -20,6 +20,7 @@ from antiphon.workspace.keeper.job_directory import (
     Json,
     load_process_id,
     load_result,
+    load_spec,
     measure_output,
     read_output,
     sync_directory,
@@ -34,6 +35,7 @@ from antiphon.workspace.keeper.running_command import (
 )
 
 JOBS_NAME = "jobs"
+DRAFT_SUFFIX = ".draft"  # of the directory of a job that has not been started
 MAX_JOBS = 512
 MAX_CONNECTIONS = 2 * MAX_JOBS  # one may wait for each job
 MAX_READ_BYTES = 256 * 1024  # of output in one answer
@@ -86,9 +88,14 @@ class Keeper:
             )
 
     def _settle_lost_jobs(self) -> None:
-        """Record jobs of an earlier keeper that have no result as lost, and end their processes."""
+        """Record jobs of an earlier keeper that have no result as lost, and end their processes.
+
+        After a power failure, only the name of a directory is certain to be there.
+        """
         for folder in self._jobs_directory.iterdir():
-            if (folder / "spec.json").exists() and load_result(folder) is None:
+            if folder.suffix == DRAFT_SUFFIX:
+                shutil.rmtree(folder, ignore_errors=True)
+            elif load_result(folder) is None:
                 for pid in find_job_processes(load_process_id(folder), None, {}):
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signal.SIGKILL)
@@ -101,9 +108,8 @@ class Keeper:
         for folder in self._jobs_directory.iterdir():
             with contextlib.suppress(OSError, ValueError, KeyError):
                 result = json.loads((folder / "result.json").read_bytes())
-                spec = json.loads((folder / "spec.json").read_bytes())
                 age = now - result["endedAt"]
-                if age <= spec["keepSeconds"]:
+                if age <= load_spec(folder).get("keepSeconds", 0.0):
                     continue
                 self._outputs.forget(folder)
                 if (folder / "acknowledged").exists() or age > UNACKNOWLEDGED_KEEP_SECONDS:
@@ -193,14 +199,14 @@ class Keeper:
         return await self._handle_wait(request)
 
     def _prepare(self, key: str, folder: Path, spec: Json) -> RunningCommand:
-        draft = folder.with_suffix(".draft")
+        draft = folder.with_suffix(DRAFT_SUFFIX)
         shutil.rmtree(draft, ignore_errors=True)
         try:
             draft.mkdir(mode=0o700)
             spec = {**spec, "key": key, "startedAt": time.time(), "processId": make_process_id()}
-            write_json(draft / "spec.json", spec)
+            write_json(draft / "spec.json", spec, survives_power_failure=False)
             draft.rename(folder)
-            sync_directory(self._jobs_directory)
+            sync_directory(self._jobs_directory)  # its name must survive: by it, the key never starts again
             return RunningCommand(key, folder, spec, self._outputs)
         except OSError as error:
             for path in (draft, folder):
