@@ -161,7 +161,9 @@ CONTRACT: dict[str, tuple[Part, str]] = {
     "T8": ("tools", "A typed Python function marked with antiphon.tool is a tool, loaded from tools.python."),
     "B1": (
         "tools",
-        "Commands in a sandbox reach no network, or only the listed hosts through a proxy that checks their addresses.",
+        "A sandbox is configured by mode, scope, access, backend, binds and pruning; what cannot work is refused before"
+        " a command needs it. Commands reach no network, or only the listed hosts through a proxy that checks their"
+        " addresses.",
     ),
     "B2": (
         "tools",

@@ -175,6 +175,7 @@ def test_filters_exist_for_the_common_machines() -> None:
     assert seccomp.build_filter("unheard-of") is None
 
 
+@pytest.mark.requirement("AT8")
 @pytest.mark.parametrize(
     ("output", "reason"),
     [

@@ -105,6 +105,7 @@ async def test_a_background_command_can_be_written_to(
     assert (tmp_path / "rest").read_text() == "more\n"
 
 
+@pytest.mark.requirement("AT3")
 async def test_a_process_that_holds_the_pipe_does_not_delay_the_end(
     client: KeeperClient, tmp_path: Path
 ) -> None:

@@ -218,7 +218,7 @@ async def test_without_a_working_backend_nothing_runs(
         await make_sandboxes(tmp_path / "state").wrap(MAIN, ["true"], workdir=None, env={})
 
 
-@pytest.mark.requirement("AT6", "AT7")
+@pytest.mark.requirement("B1", "AT6", "AT7")
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

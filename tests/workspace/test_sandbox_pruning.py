@@ -24,7 +24,7 @@ from support.agents_fixture import make_agents_config
 from support.app_fixture import open_test_store
 from support.sandboxes import GROUP
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.requirement("B1")]
 
 KEYS = ("agent:main:direct:one", "agent:main:direct:two")
 

@@ -59,26 +59,11 @@ class ExecArguments(ToolArguments, frozen=True):
 def create_exec_tool(commands: Commands, launcher: CommandLauncher, clock: Clock) -> Tool:
     async def run(call: ToolRequest, arguments: ExecArguments) -> ToolOutput:
         caller, launch = call.caller, _build_launch(launcher, call, arguments)
-        if caller.agent_id is None or caller.session_key is None:
-            raise InvalidInput(
-                "Only a session runs commands.", "Name the session to act as.", field="sessionKey"
-            )
         settings = launcher.get_settings(caller)
         if not await commands.is_known(call.key):
             launcher.require_permission(caller, launch)
-        new = NewCommand(
-            key=call.key,
-            session_key=caller.session_key,
-            agent_id=caller.agent_id,
-            sandboxed=caller.sandboxed,
-            run_id=call.run_id,
-            backend=launcher.find_backend(caller),
-            command=launch.command,
-            workdir=launch.workdir or "",
-            timeout_seconds=launch.timeout_seconds,
-        )
-        milliseconds = settings.background_ms if arguments.yield_ms is None else arguments.yield_ms
-        wait_seconds = 0.0 if arguments.background else clamp_value(milliseconds, 0, MAX_YIELD_MS) / 1000
+        new = _describe_command(call, launch, launcher.find_backend(caller))
+        wait_seconds = _compute_wait(arguments, settings.background_ms)
         async with commands.showing_output(call.key, call.output_listener):
             row = await commands.execute(
                 new,
@@ -117,6 +102,8 @@ def create_exec_tool(commands: Commands, launcher: CommandLauncher, clock: Clock
 
 def _build_launch(launcher: CommandLauncher, call: ToolRequest, arguments: ExecArguments) -> Launch:
     """Return the command that a call asks for, with the limits of its agent; a malformed one is refused."""
+    if call.caller.agent_id is None or call.caller.session_key is None:
+        raise InvalidInput("Only a session runs commands.", "Name the session to act as.", field="sessionKey")
     longest = launcher.get_settings(call.caller).timeout_seconds
     is_followed = PROCESS_TOOL_NAME in call.tool_names
     launch = Launch(
@@ -129,6 +116,29 @@ def _build_launch(launcher: CommandLauncher, call: ToolRequest, arguments: ExecA
     )
     check_launch(launch)
     return launch
+
+
+def _compute_wait(arguments: ExecArguments, default_ms: int) -> float:
+    """Return the seconds after which a command goes on in the background."""
+    milliseconds = default_ms if arguments.yield_ms is None else arguments.yield_ms
+    return 0.0 if arguments.background else clamp_value(milliseconds, 0, MAX_YIELD_MS) / 1000
+
+
+def _describe_command(call: ToolRequest, launch: Launch, backend: str) -> NewCommand:
+    caller = call.caller
+    assert caller.agent_id is not None
+    assert caller.session_key is not None
+    return NewCommand(
+        key=call.key,
+        session_key=caller.session_key,
+        agent_id=caller.agent_id,
+        sandboxed=caller.sandboxed,
+        run_id=call.run_id,
+        backend=backend,
+        command=launch.command,
+        workdir=launch.workdir or "",
+        timeout_seconds=launch.timeout_seconds,
+    )
 
 
 def _rename(call: ToolRequest) -> dict[str, object]:
