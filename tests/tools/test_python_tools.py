@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable
@@ -16,9 +17,11 @@ from antiphon.access import Caller
 from antiphon.client import Client, Site
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
 from antiphon.errors import ConfigError
+from antiphon.tools._function_threads import FunctionThreads
 from antiphon.tools.python_tools import build_python_tool, load_python_tools
 from cli.gateways import token, up
 from cli.terminal import BOUND, Program
+from support.keepers import wait_until_true
 from support.model_provider import Answer, Call, Provider
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only, pytest.mark.requirement("T8")]
@@ -50,6 +53,19 @@ async def shout_loudly(text: str) -> str:
 
 
 tools = [count_words, shout_loudly]
+'''
+
+BLOCKING_MODULE = '''
+import pathlib, time
+
+import antiphon
+
+
+@antiphon.tool
+def wait() -> str:
+    """Waits."""
+    pathlib.Path({began!r}).touch()
+    time.sleep(3600)
 '''
 
 
@@ -133,6 +149,77 @@ async def test_a_synchronous_function_does_not_block_the_event_loop() -> None:
 
     await call(build_python_tool(work))
     assert threads != [threading.get_ident()]
+
+
+async def test_functions_that_block_delay_neither_the_gateway_nor_each_other() -> None:
+    go_on = threading.Event()
+
+    @antiphon.tool
+    def wait() -> str:
+        """Waits."""
+        assert go_on.wait(BOUND)
+        return "done"
+
+    tool = build_python_tool(wait)
+    waiting = [
+        asyncio.create_task(call(tool)) for _ in range(40)
+    ]  # the event loop's own threads are at most 32
+    async with asyncio.timeout(BOUND):
+        assert await asyncio.to_thread(lambda: "a thread of the gateway") == "a thread of the gateway"
+    assert not any(task.done() for task in waiting)
+    go_on.set()
+    assert {(await task).text for task in waiting} == {"done"}
+
+
+async def test_calls_at_once_are_bounded_until_the_functions_return() -> None:
+    go_on, began = threading.Event(), threading.Semaphore(0)
+
+    def wait() -> str:
+        began.release()
+        assert go_on.wait(BOUND)
+        return "done"
+
+    threads = FunctionThreads(1)
+    first, second = (asyncio.create_task(threads.run(wait, {})) for _ in range(2))
+    assert await asyncio.to_thread(began.acquire, timeout=BOUND)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert not began.acquire(blocking=False), "the first function still runs"
+    go_on.set()
+    assert await second == "done"
+    for error in (StopIteration("x"), SystemExit(3), ValueError("y")):
+
+        def fail(error: BaseException = error) -> None:
+            raise error
+
+        with pytest.raises((type(error), RuntimeError)):
+            await threads.run(fail, {})
+
+
+async def test_a_function_that_blocks_does_not_delay_the_end_of_a_gateway(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    program = Program(tmp_path, tmp_path_factory.getbasetemp().parent / "antiphon-bytecode")
+    program.configure({"tools": {"python": ["./my_tools.py:wait"]}})
+    began = tmp_path / "began"
+    (program.state / "my_tools.py").write_text(BLOCKING_MODULE.format(began=str(began)))
+    with up(program) as gateway:
+        site = Site(gateway.url, token(program))
+
+        async def find() -> Site:
+            return site
+
+        async with Client(find) as client:
+            await client.call(
+                "chat.send", {"sessionKey": "main", "message": "call wait {}", "idempotencyKey": "1"}
+            )
+
+            async def has_begun() -> bool:
+                return began.exists()
+
+            await wait_until_true(has_begun)
+        assert gateway.stop() == 0
 
 
 async def test_a_function_can_ask_for_the_request() -> None:

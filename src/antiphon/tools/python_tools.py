@@ -1,13 +1,12 @@
 """Python functions as tools: `antiphon.tool` marks one, and `tools.python` in the configuration lists them.
 
-A function's signature is its schema and its docstring is its description. A synchronous function runs in a thread. A
-call that a crash interrupted is reported to the model and not repeated, unless the function is marked `repeatable`. A
-call of a function marked `ask` waits until a person allows it.
+A function's signature is its schema and its docstring is its description. A synchronous function runs in a thread
+(`_function_threads`). A call that a crash interrupted is reported to the model and not repeated, unless the function
+is marked `repeatable`. A call of a function marked `ask` waits until a person allows it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import importlib.util
 import inspect
@@ -27,6 +26,7 @@ from antiphon.errors import AntiphonError, ConfigError, InvalidInput
 from antiphon.runtimes import ToolSpec
 from antiphon.runtimes.function import PROCESS_ENDING_ERRORS
 from antiphon.tools._adapter import ToolArguments, build_schema, parse_arguments, render_refusal, render_view
+from antiphon.tools._function_threads import FunctionThreads
 
 __all__ = ["load_python_tools", "tool"]
 
@@ -79,11 +79,12 @@ def load_python_tools(targets: Iterable[str], reserved_names: Collection[str] = 
             cannot be turned into a schema, or a tool has a reserved name or that of another.
     """
     tools: dict[str, Tool] = {}
+    threads = FunctionThreads()
     for number, target in enumerate(targets):
         path = f"tools.python[{number}]"
         module_name, _, attribute = target.rpartition(":")
         for function in _find_functions(_import_module(module_name, path), attribute, target, path):
-            built = build_python_tool(function, path)
+            built = build_python_tool(function, path, threads)
             if built.spec.name in tools or built.spec.name in reserved_names:
                 raise ConfigError(
                     f"{path!r} names a second tool {built.spec.name!r}.",
@@ -94,8 +95,10 @@ def load_python_tools(targets: Iterable[str], reserved_names: Collection[str] = 
     return list(tools.values())
 
 
-def build_python_tool(function: Callable[..., Any], path: str = "tools.python") -> Tool:
-    """Return a marked function as a tool.
+def build_python_tool(
+    function: Callable[..., Any], path: str = "tools.python", threads: FunctionThreads | None = None
+) -> Tool:
+    """Return a marked function as a tool, which runs in one of `threads` if it is not asynchronous.
 
     Raises:
         ConfigError: its name or signature cannot be used.
@@ -117,7 +120,7 @@ def build_python_tool(function: Callable[..., Any], path: str = "tools.python") 
     arguments, request_name = _build_arguments(function, argument_descriptions, path)
     return Tool(
         spec=ToolSpec(name=marked.name, description=description, parameters=build_schema(arguments)),
-        invoke=_build_invoke(function, arguments, request_name),
+        invoke=_build_invoke(function, arguments, request_name, threads or FunctionThreads()),
         after_crash="settle" if marked.repeatable else "report",
         ask=marked.ask,
         needs_approval=_build_question(arguments) if marked.ask else None,
@@ -274,7 +277,10 @@ def _build_question(
 
 
 def _build_invoke(
-    function: Callable[..., Any], arguments: type[ToolArguments], request_name: str | None
+    function: Callable[..., Any],
+    arguments: type[ToolArguments],
+    request_name: str | None,
+    threads: FunctionThreads,
 ) -> Callable[[ToolRequest], Awaitable[ToolOutput]]:
     async def invoke(request: ToolRequest) -> ToolOutput:
         try:
@@ -288,7 +294,7 @@ def _build_invoke(
             if inspect.iscoroutinefunction(function):
                 result = await function(**values)
             else:
-                result = await asyncio.to_thread(function, **values)
+                result = await threads.run(function, values)
         except AntiphonError as error:  # of an embedded use of Antiphon; never an error of this run
             return ToolOutput(text=str(error), is_error=True)
         return _render_result(result)
