@@ -107,11 +107,15 @@ async def test_it_replaces_bwrap_only_where_the_configuration_allows_it(
     assert (status.backend, [name for name, _ in status.faults]) == ("landlock", ["bwrap"])
 
 
+@pytest.mark.requirement("B2", "AT7")
 @pytest.mark.skipif(not IS_ROOT, reason="only root changes the user")
 async def test_directories_that_the_user_cannot_enter_are_a_named_fault(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
+    sandboxes = make_sandboxes(closed / "state", backend="landlock")
+    assert (await sandboxes.find_status("main")).backend is None, "it is known before a command needs it"
+    assert not sandboxes.is_attested("main")
     with pytest.raises(
         SandboxUnavailable, match=r"cannot enter the directories.*run the gateway as an ordinary user"
     ):
-        await run(make_sandboxes(closed / "state", backend="landlock"), MAIN, "true")
+        await run(sandboxes, MAIN, "true")

@@ -334,9 +334,11 @@ class Sandboxes:
     def _make_probe_mounts(self, backend: SandboxBackend, agent: AgentConfig) -> Generator[list[Mount]]:
         """Provide directories to examine a backend with, which leave no trace."""
         parent: Path | None = None
-        if backend.name == "docker":  # its engine may have another temporary directory than this process
+        changes_user = backend.name == "landlock" and backend.owner is not None
+        if backend.name == "docker" or changes_user:
+            # An engine may have another temporary directory, and a user may not be allowed to enter this one.
             parent = locate_sandboxes(agent, self._state_dir)
-            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            parent.mkdir(mode=0o711, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="antiphon-sandbox-", dir=parent) as base:
             Path(base).chmod(0o711)  # the user of the commands enters it
             yield [
