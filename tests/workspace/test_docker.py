@@ -239,7 +239,8 @@ async def start(keeper: KeeperClient, sandboxes: Sandboxes, script: str, timeout
 
 @pytest.mark.requirement("AT2")
 @pytest.mark.parametrize(
-    "script", ["trap '' TERM; setsid sleep {0} & sleep {0}; sleep {0}", "b() {{ b | b & }}; b; sleep {0}"]
+    "script",
+    ["trap '' TERM; setsid sleep {0} & sleep {0}; sleep {0}", "b() {{ b | b & }}; b; exec sleep {0}"],
 )
 @pytest.mark.parametrize("how", ["stop", "timeout", "keeper"])
 async def test_the_keeper_ends_whole_trees_in_containers(

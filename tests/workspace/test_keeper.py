@@ -105,6 +105,13 @@ async def test_a_background_command_can_be_written_to(
     assert (tmp_path / "rest").read_text() == "more\n"
 
 
+async def test_what_a_command_creates_has_the_usual_permissions(client: KeeperClient, tmp_path: Path) -> None:
+    assert (await client.start("key", shell("echo x > made", tmp_path), wait_seconds=20)).exit_code == 0
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o644
+    [folder] = (tmp_path / "keeper" / "jobs").iterdir()
+    assert [path.name for path in (folder, *folder.iterdir()) if path.stat().st_mode & 0o077] == []
+
+
 @pytest.mark.requirement("AT3")
 async def test_a_process_that_holds_the_pipe_does_not_delay_the_end(
     client: KeeperClient, tmp_path: Path

@@ -32,6 +32,7 @@ MAX_INPUT_BYTES = 1024 * 1024  # waiting to be written to a command
 MAX_KEPT_WRITES = 1000  # ids of writes to one command, by which a repeated one is recognized
 DRAIN_SECONDS = 0.2  # how long the output of an ended command is read while another process holds the pipe
 TERMINATE_GRACE_SECONDS = 0.5  # between SIGTERM and SIGKILL
+COMMAND_UMASK = 0o022  # as of a login; the keeper's own files are private
 MAX_KILL_ROUNDS = 20  # of a tree that starts processes while it is killed
 
 
@@ -125,6 +126,7 @@ class RunningCommand:
                 stderr=stdout,
                 pass_fds=list(files.values()),
                 start_new_session=True,
+                umask=COMMAND_UMASK,
             )
         finally:
             set_mark(resource.RLIM_INFINITY)
