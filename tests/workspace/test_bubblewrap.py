@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.errors import InvalidInput, Unavailable
-from antiphon.workspace import bubblewrap, seccomp
+from antiphon.errors import InvalidInput
+from antiphon.workspace import bubblewrap, landlock_launcher, seccomp
 from antiphon.workspace.bubblewrap import Bubblewrap
+from antiphon.workspace.landlock import Landlock
 from antiphon.workspace.locations import Mount
 from antiphon.workspace.sandbox_backend import (
     ATTESTATION_SCRIPT,
+    BackendFailed,
     check_bind_targets,
     check_mounts,
     find_attestation_fault,
@@ -128,8 +130,11 @@ async def test_no_process_outlives_its_command(isolation: Isolation) -> None:
 def test_root_needs_another_user() -> None:
     assert BWRAP is not None
     for user in (None, 0):
-        with pytest.raises(Unavailable, match="unprivileged user"):
+        with pytest.raises(BackendFailed, match="unprivileged user"):
             Bubblewrap(BWRAP, user=user, is_root=True)
+        if landlock_launcher.get_version():
+            with pytest.raises(BackendFailed, match="unprivileged user"):
+                Landlock(user=user, is_root=True)
 
 
 @pytest.mark.parametrize(

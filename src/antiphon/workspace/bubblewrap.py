@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from antiphon.config.sandbox import SandboxBackendName
-from antiphon.errors import Unavailable, format_install_command
+from antiphon.errors import format_install_command
 from antiphon.workspace import seccomp
 from antiphon.workspace.locations import WORKSPACE_MOUNT, Mount
 from antiphon.workspace.sandbox_backend import (
@@ -26,6 +26,7 @@ from antiphon.workspace.sandbox_backend import (
     ResourceLimits,
     SandboxedCommand,
     SandboxFault,
+    choose_owner,
     find_attestation_fault,
     find_program,
     set_variables,
@@ -98,14 +99,9 @@ class Bubblewrap:
         is_root: bool = os.geteuid() == 0,
     ) -> None:
         """Create a backend. `user` is the unprivileged user id for commands of a gateway that runs as root."""
-        if is_root and not user:
-            raise Unavailable(
-                "A gateway that runs as root needs an unprivileged user for its commands.",
-                "Set agents.defaults.sandbox.user to a user id other than 0.",
-            )
         self.program: Path | None = program
         self._is_root = is_root
-        self.owner = user if is_root else None
+        self.owner = choose_owner(user, is_root=is_root)
         self._limits = limits or ResourceLimits()
         self._filter = seccomp.build_filter()
 

@@ -27,6 +27,7 @@ from antiphon.workspace.sandbox_backend import (
     ResourceLimits,
     SandboxedCommand,
     SandboxFault,
+    choose_owner,
     read_attestation,
     shows_host_files,
 )
@@ -54,7 +55,7 @@ class Landlock:
             raise BackendFailed(
                 "this kernel has no Landlock", "use Linux 5.13 or newer with Landlock enabled"
             )
-        self.owner = user if is_root else None
+        self.owner = choose_owner(user, is_root=is_root)
         self._filter = base64.b64encode(program).decode()
         self._limits = limits or ResourceLimits()
 

@@ -132,6 +132,22 @@ class SandboxBackend(Protocol):
         ...
 
 
+def choose_owner(user: int | None, *, is_root: bool) -> int | None:
+    """Return the user that commands run as, or None for that of the gateway.
+
+    Raises:
+        BackendFailed: the gateway runs as root, and there is no other user.
+    """
+    if not is_root:
+        return None
+    if not user:
+        raise BackendFailed(
+            "a gateway that runs as root needs an unprivileged user for its commands",
+            "set agents.defaults.sandbox.user to a user id other than 0",
+        )
+    return user
+
+
 def set_variables(command: Sequence[str], env: Mapping[str, str]) -> Sequence[str]:
     """Return a command that starts with these variables.
 
