@@ -246,6 +246,35 @@ async def test_directories_that_no_sandbox_may_show_are_told_before_a_command_ne
         await sandboxes.wrap(MAIN, ["true"], workdir=None, env={})
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root changes the owner of a directory")
+async def test_the_workspace_of_another_user_stays_theirs(tmp_path: Path) -> None:
+    work = tmp_path / "project"
+    work.mkdir(mode=0o750)
+    os.chown(work, 4711, 4711)
+
+    def make(**sandbox: Any) -> Sandboxes:
+        return Sandboxes(
+            make_agents_config(agents={"defaults": {"workspace": str(work), "sandbox": sandbox}}),
+            tmp_path / "state",
+        )
+
+    refused = make()
+    status = await refused.find_status("main")
+    assert "belongs to user 4711, and commands run as user 59321" in status.describe_faults()[0]
+    assert "set 'sandbox.user' to 4711" in status.describe_faults()[1]
+    with pytest.raises(SandboxUnavailable, match="belongs to user 4711"):
+        await refused.wrap(MAIN, ["true"], workdir=None, env={})
+    assert await run(make(user=4711), MAIN, "echo x > made; id -u") == "4711\n"
+    assert await run(make(mode="all", workspaceAccess="ro"), GROUP, "echo y") == "y\n"
+    work.chmod(0o777)  # open to everyone
+    assert await run(make(), MAIN, "echo z > of-commands; cat of-commands") == "z\n"
+    assert {path.name: path.stat().st_uid for path in (work, *work.iterdir())} == {
+        "project": 4711,
+        "made": 4711,
+        "of-commands": 59321,
+    }
+
+
 async def test_a_workspace_that_sandboxed_sessions_do_not_see_may_hold_the_state(tmp_path: Path) -> None:
     config = make_agents_config(
         agents={

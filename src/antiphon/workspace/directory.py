@@ -90,6 +90,10 @@ class WorkspaceDirectory:
         status = os.fstat(self._fd)
         return f"{status.st_dev}:{status.st_ino}"
 
+    def get_owner(self) -> int:
+        """Return the id of the user that the directory belongs to."""
+        return os.fstat(self._fd).st_uid
+
     def require_directory(self, path: str) -> None:
         """Check that the path names a directory inside.
 

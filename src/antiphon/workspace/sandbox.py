@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import posixpath
+import stat
 import subprocess
 import tempfile
 from collections import OrderedDict
@@ -230,12 +231,20 @@ class Sandboxes:
         key = self._get_backend_key(agent)
         async with self._selecting:
             if agent.id not in self._refused:
-                self._refused[agent.id] = await asyncio.to_thread(self._check_directories, agent)
-            if refused := self._refused[agent.id]:
-                return refused
-            if key not in self._selected:
-                self._selected[key] = await self._find_working_backend(agent)
-            return self._selected[key]
+                self._refused[agent.id] = await self._find_refused(agent, key)
+            return self._refused[agent.id] or self._selected[key]
+
+    async def _find_refused(self, agent: AgentConfig, key: tuple[object, ...]) -> _Selected | None:
+        """Select the backend of an agent; return that it cannot be used, if that is due to the agent's directories."""
+        if refused := await asyncio.to_thread(self._check_directories, agent):
+            return refused
+        if key not in self._selected:
+            self._selected[key] = await self._find_working_backend(agent)
+        backend = self._selected[key].backend
+        if backend is None:
+            return None
+        fault = await asyncio.to_thread(self._find_owner_fault, agent, backend)
+        return _refuse(backend.name, fault) if fault else None
 
     async def _find_working_backend(self, agent: AgentConfig) -> _Selected:
         faults: list[tuple[SandboxBackendName, SandboxFault]] = []
@@ -260,17 +269,32 @@ class Sandboxes:
         own = locate_sandboxes(agent, self._state_dir)
         mounts = [Mount(TEMPORARY_MOUNT, own), *parse_binds(settings.binds)]
         if settings.mode != "all" or settings.workspace_access != "none":
-            is_writable = settings.mode != "all" or settings.workspace_access == "rw"
             work = locate_agent_workspace(agent, self._state_dir)
-            mounts.append(Mount(WORKSPACE_MOUNT, work, writable=is_writable))
+            mounts.append(Mount(WORKSPACE_MOUNT, work, writable=_can_change_workspace(settings)))
         try:
             check_bind_targets(parse_binds(settings.binds))
             check_mounts(mounts, self._state_dir)
         except InvalidInput as error:
-            name = _list_backend_names(settings)[0]
             fault = SandboxFault(_make_clause(error.what), _make_clause(error.hint))
-            return _Selected(None, SandboxStatus(backend=None, faults=[(name, fault)]))
+            return _refuse(_list_backend_names(settings)[0], fault)
         return None
+
+    def _find_owner_fault(self, agent: AgentConfig, backend: SandboxBackend) -> SandboxFault | None:
+        """Return that the workspace belongs to a user whose files are not those of commands. It stays theirs."""
+        if agent.workspace is None or backend.owner is None or not _can_change_workspace(agent.sandbox):
+            return None
+        work = locate_agent_workspace(agent, self._state_dir)
+        try:
+            status = work.stat()
+        except OSError:
+            return None
+        if status.st_uid in (0, backend.owner) or status.st_mode & stat.S_IRWXO == stat.S_IRWXO:
+            return None
+        setting = "sandbox.docker.user" if backend.name == "docker" else "sandbox.user"
+        return SandboxFault(
+            f"the workspace {str(work)!r} belongs to user {status.st_uid}, and commands run as user {backend.owner}",
+            f"set {setting!r} to {status.st_uid}, or run `chown -R {backend.owner} {work}`",
+        )
 
     async def _probe_backend(self, backend: SandboxBackend, agent: AgentConfig) -> None:
         with self._make_probe_mounts(backend, agent) as mounts:
@@ -355,13 +379,15 @@ class Sandboxes:
         mark_used(workspace.mounts)
         bound = {bind.target for bind in parse_binds(agent.sandbox.binds)}
         numbers: dict[str, str] = {}
+        theirs = locate_agent_workspace(agent, self._state_dir) if agent.workspace else None
         for mount in workspace.mounts:
             create_root(mount)
             if owner is not None and mount.writable and mount.target not in bound:
                 start = workspace.start if mount is workspace.workspace else ""
                 for below in {"", mount.below, start}:
                     with WorkspaceDirectory(mount.root, below=below) as directory:
-                        directory.give_to(owner)
+                        if below or mount.root != theirs or directory.get_owner() == 0:
+                            directory.give_to(owner)
             with WorkspaceDirectory(mount.root, below=mount.below, aliases=(mount.target,)) as directory:
                 numbers[mount.target] = directory.get_number()
                 if mount is workspace.workspace and workspace.start:
@@ -404,6 +430,15 @@ class Sandboxes:
         if not self._state_dir.is_dir():
             return self._state_dir
         return next((path for path in sorted(self._state_dir.iterdir()) if path.is_file()), self._state_dir)
+
+
+def _refuse(name: SandboxBackendName, fault: SandboxFault) -> _Selected:
+    return _Selected(None, SandboxStatus(backend=None, faults=[(name, fault)]))
+
+
+def _can_change_workspace(settings: SandboxConfig) -> bool:
+    """Whether commands of any session may change the workspace of the agent."""
+    return settings.mode != "all" or settings.workspace_access == "rw"
 
 
 def _make_clause(sentence: str) -> str:
