@@ -50,6 +50,20 @@ def test_a_narrow_terminal_says_which_cell_is_which(used: Program) -> None:
     assert not any("KEY" in line for line in lines)
 
 
+def test_a_last_column_that_is_too_wide_is_wrapped(program: Program) -> None:
+    offered = {each["name"]: each["reason"] for each in program.run("tools", "--json").json["tools"]}
+    lines = shown(program, 80, "tools")
+    assert re.fullmatch(r"TOOL +OFFERED +KEY +WHY", lines[0])
+    assert max(map(len, lines)) <= 80
+    start = lines[0].index("WHY")
+    shown_reasons: dict[str, str] = {}
+    name = ""
+    for line in lines[1:]:
+        name = line.split()[0] if line[0] != " " else name
+        shown_reasons[name] = f"{shown_reasons.get(name, '')} {line[start:]}".strip()
+    assert shown_reasons == offered
+
+
 def test_lines_are_wrapped_between_words(program: Program) -> None:
     path = str(program.state)
     lines = shown(program, 60, "doctor")

@@ -15,6 +15,7 @@ import click
 # How the user calls the program: the launcher of a clone sets it to what was typed, such as ./antiphon.
 PROGRAM_NAME = os.environ.get("ANTIPHON_COMMAND") or "antiphon"
 MAX_MESSAGE_CHARS = 4000  # of one message in a listing on a terminal; --json prints the whole message
+MIN_WRAPPED_CHARS = 32  # narrower texts are stacked
 MAX_PADDED_CHARS = 120  # column width in a pipe, enough for any key; longer cells are printed in full
 MIN_TEXT_COLUMNS = 24  # beside a speaker's name; with less room, the text begins on the next line
 MAX_CALL_CHARS, MAX_BRIEF_CALL_CHARS = 200, 60  # of a tool call's text: in a history, and in a chat
@@ -135,7 +136,10 @@ def get_terminal_columns() -> int:
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows in columns, or stacked if the terminal is too narrow for the columns. Cells are never cut."""
+    """Print rows in columns, or stacked if the terminal is too narrow for the columns. Cells are never cut.
+
+    If only the last column is too wide for the terminal, its texts are wrapped.
+    """
     edge = get_terminal_columns() if sys.stdout.isatty() else None
     cells = [[clean_line(cell) for cell in row] for row in rows]
     if edge is not None:  # a terminal omits empty columns; a pipe keeps them, since scripts read by column
@@ -147,6 +151,12 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     lines = [_align_cells(row, widths) for row in (headings, *cells)]
     if edge is None or max(map(len, lines)) <= edge:
         click.echo("\n".join([bold(lines[0]), *lines[1:]]))
+        return
+    left = edge - sum(width + 2 for width in widths[:-1])
+    if left >= MIN_WRAPPED_CHARS and not any(len(word) > left for row in cells for word in row[-1].split()):
+        click.echo(bold(lines[0]))
+        for row in cells:
+            print_wrapped(_align_cells([*row[:-1], "."], widths)[:-1], row[-1])
         return
     for row in cells:
         click.echo("\n".join(_stack_cells(headings, row, edge)))
