@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,9 @@ PROGRAM_SECRETS_DIRECTORY_NAME = "program-secrets"
 REPLICAS_DIRECTORY_NAME = (
     "replicas"  # subdirectories of gateways that share a store with others on the same machine
 )
+
+BIND_PATTERN = re.compile(r"([/~][^:]*):(/[^:]*)(?::(ro|rw))?")
+"""A directory of the host, its name in a sandbox, and its mode."""
 
 
 class Paths(NamedTuple):

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
 from antiphon.config.base import MAX_NUMBER, Amount, Section, Strings, Text, build_expected_error
 from antiphon.host_rules import parse_host_rule
+from antiphon.paths import BIND_PATTERN
 
 SandboxMode = Literal["off", "non-main", "all"]
 SandboxBackendName = Literal["bwrap", "docker", "landlock"]
@@ -20,7 +21,6 @@ MAX_BYTES = 1 << 50
 _FOREIGN_BACKENDS = ("openshell", "ssh")
 _SIZE_PATTERN = re.compile(r"(\d{1,15})\s*([bkmgt]?)b?", re.IGNORECASE)
 _USER_PATTERN = re.compile(r"(\d{1,9})(?::(\d{1,9}))?")
-BIND_PATTERN = re.compile(r"([/~][^:]*):(/[^:]*)(?::(ro|rw))?")
 
 
 def _refuse_foreign_backend(value: object) -> object:

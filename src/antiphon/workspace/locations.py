@@ -17,9 +17,8 @@ import msgspec
 
 from antiphon import keys
 from antiphon.access import Caller
-from antiphon.config.sandbox import BIND_PATTERN
 from antiphon.errors import InvalidInput, NotFound
-from antiphon.paths import expand_home
+from antiphon.paths import BIND_PATTERN, expand_home
 
 if TYPE_CHECKING:
     from antiphon.config import AgentConfig, Config
