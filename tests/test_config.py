@@ -1885,7 +1885,7 @@ def test_a_foreign_key_about_tools_says_why_and_what_to_use_instead(suffix: str)
     for place in places:
         section, _, key = place.rpartition(".")
         needed = {"url": "http://localhost/mcp"} if section.endswith("ervers.*") else {}
-        raw = (
+        raw: Any = (
             within(section.replace("*", "one"), {**needed, key: {"enabled": True}}) if section else {key: {}}
         )
         warnings = [warning for warning in parse(raw)[1] if "has no effect: " in warning]
