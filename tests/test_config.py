@@ -1890,3 +1890,18 @@ def test_a_foreign_key_about_tools_says_why_and_what_to_use_instead(suffix: str)
         )
         warnings = [warning for warning in parse(raw)[1] if "has no effect: " in warning]
         assert [warning.endswith(FOREIGN_KEY_ADVICE[suffix]) for warning in warnings] == [True]
+
+
+@pytest.mark.requirement("M3")
+def test_a_default_program_that_no_agent_runs_gives_a_warning_as_related_gateways_have_it() -> None:
+    config, warnings = parse({"acp": {"defaultAgent": "codex"}})
+    assert config.acp.default_agent == "codex"
+    assert [warning for warning in warnings if "'acp.defaultAgent' is 'codex'" in warning]
+
+
+@pytest.mark.requirement("M3")
+@pytest.mark.parametrize("default", ["coder", "codex"])
+def test_a_default_program_must_otherwise_be_an_agent_with_one(default: str) -> None:
+    agents = {"list": [{"id": "main"}, {"id": "codex"}]}
+    with pytest.raises(ConfigError, match="is not an agent with an ACP program"):
+        parse({"acp": {"defaultAgent": default}, "agents": agents})

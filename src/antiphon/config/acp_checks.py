@@ -45,7 +45,7 @@ def check_program(path: str, runtime: RuntimeConfig) -> Iterator[Problem]:
 def check_acp(config: Config) -> Iterator[Problem]:
     """Yield what contradicts the agents."""
     name = config.acp.default_agent
-    if name is not None and name not in config.acp_agent_ids:
+    if name is not None and name not in config.acp_agent_ids and not _is_unlisted_program(config, name):
         yield Problem(
             "acp.defaultAgent",
             f"'acp.defaultAgent' is {name!r}, which is not an agent with an ACP program.",
@@ -55,8 +55,20 @@ def check_acp(config: Config) -> Iterator[Problem]:
         )
 
 
+def _is_unlisted_program(config: Config, name: str) -> bool:
+    """Whether it is a known program that no agent runs, which related gateways take for an agent."""
+    return name in KNOWN_PROGRAMS and name not in config.agent_ids
+
+
 def find_program_warnings(config: Config) -> Iterator[str]:
     """Yield what is accepted but should be known."""
+    default = config.acp.default_agent
+    if default is not None and _is_unlisted_program(config, default):
+        yield (
+            f"'acp.defaultAgent' is {default!r}, but there is no such agent, so sessions_spawn with runtime 'acp'"
+            " needs an agentId."
+            f" Add {{id: {default!r}, runtime: {{type: 'acp', acp: {{agent: {default!r}}}}}}} to 'agents.list'."
+        )
     for index, agent_id in enumerate(config.agent_ids):
         agent = config.get_agent(agent_id)
         program, path = agent.runtime.acp, f"agents.list[{index}]"
