@@ -20,7 +20,7 @@ READ_CHUNK_BYTES = 65536
 
 
 async def read_lines(fd: int, max_bytes: int) -> AsyncGenerator[bytes]:
-    """Yield lines until the end of the file, whatever kind of file it is.
+    """Yield lines until the end of a file of any kind.
 
     Raises:
         TooLarge: a line is longer than `max_bytes`.
@@ -56,7 +56,7 @@ async def read_lines(fd: int, max_bytes: int) -> AsyncGenerator[bytes]:
 
 
 class LineWriter:
-    """Writes whole lines to a file, in the order in which they are given. It never has more than one to write."""
+    """Writes whole lines to a file, in the order in which they are given, one at a time."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -63,7 +63,7 @@ def find_named_gateways(settings: Settings) -> list[Site]:
 
 
 def find_mcp_endpoints(settings: Settings) -> list[Endpoint]:
-    """Return where MCP is served, by the gateways that a command should use.
+    """Return the MCP endpoints of the gateways that a command should use.
 
     Raises:
         Unavailable: no gateway runs on the state directory, and none was named.

@@ -37,26 +37,28 @@ MAX_DESCRIPTION_CHARACTERS = 100
     "--env",
     metavar="NAME[=VALUE]",
     multiple=True,
-    help="A variable for the program; without a value, it is read from the environment of the gateway.",
+    help="Environment variable for the program; without a value, the gateway's own is used.",
 )
 @click.option(
     "-H",
     "--header",
     metavar="'NAME: VALUE'",
     multiple=True,
-    help="A header for the address; ${VARIABLE} is replaced.",
+    help="HTTP header for the URL; ${NAME} stands for a variable of the gateway.",
 )
-@click.option("--cwd", metavar="DIR", help="The directory of the program (default: the home directory).")
-@click.option("--timeout", type=float, metavar="SECONDS", help="Timeout of one call (default: 120).")
+@click.option("--cwd", metavar="DIR", help="Working directory of the program (default: the home directory).")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Timeout of a call (default: 120).")
 @click.option("--tool", "tools", metavar="NAME", multiple=True, help="Offer only this tool; may be repeated.")
 @click.option("--required", is_flag=True, help="Runs fail if the server cannot be used.")
-@click.option("--trust", is_flag=True, help="Believe what the server says about its tools.")
+@click.option(
+    "--trust", is_flag=True, help="Trust what the server says about its tools, such as that one only reads."
+)
 @click.option("--ask", is_flag=True, help="A person must allow each call.")
 @click.option("--client-id", metavar="ID", help="An OAuth client that was registered by hand.")
 @click.option(
     "--scope", metavar="SCOPES", help="The OAuth scopes to ask for (default: what the server names)."
 )
-@click.option("--replace", is_flag=True, help="Replace a server of this name.")
+@click.option("--replace", is_flag=True, help="Replace the server with this name.")
 @click.option("--no-test", is_flag=True, help="Do not start or contact the server.")
 @common_options
 @click.pass_obj
@@ -76,7 +78,7 @@ def add(settings: Settings, name: str | None, target: tuple[str, ...], **options
     name = name or _ask_name(content)
     if not options["replace"] and _find_place(content, name) is not None:
         raise click.UsageError(
-            f"There already is an MCP server {name!r}. Choose another name, or pass --replace."
+            f"An MCP server {name!r} already exists. Choose another name, or pass --replace."
         )
     target = target or _ask_target()
     if is_asked:
@@ -86,7 +88,7 @@ def add(settings: Settings, name: str | None, target: tuple[str, ...], **options
     parsed = _parse_with(settings, content, keys, server)
     result = None if options["no_test"] else _probe(settings, name, parsed)
     if result is not None and result.state == "failed" and not _confirm_anyway(settings, result):
-        raise _build_probe_error(result, "It was not added; to add it without trying, pass --no-test.")
+        raise _build_probe_error(result, "It was not added. To add it without a test, pass --no-test.")
     _write_server(settings, keys, server)
     if result is not None and result.state == "needs_auth" and _is_conversation(settings):
         click.echo("The server asks for a login.")
@@ -149,7 +151,7 @@ def _split_header(given: str) -> tuple[str, str]:
 
 
 def _find_place(content: dict[str, Any], name: str) -> tuple[str, ...] | None:
-    """Return where a server of this name is written."""
+    """Return the configuration keys of the server with this name."""
     return next((place for place in SERVER_KEY_PATHS if name in (_get(content, place) or {})), None)
 
 
@@ -222,7 +224,7 @@ def _ask_name(content: dict[str, Any]) -> str:
         name: str = click.prompt("Name (its tools will be called mcp__NAME__…)", type=str).strip()
         if _find_place(content, name) is None:
             return name
-        click.echo(f"There already is an MCP server {name!r}.")
+        click.echo(f"An MCP server {name!r} already exists.")
 
 
 def _ask_target() -> tuple[str, ...]:
@@ -236,9 +238,9 @@ def _ask_target() -> tuple[str, ...]:
 def _ask_secrets(target: Sequence[str]) -> tuple[str, ...]:
     """Return the variables of a program, or the headers of an address, that a person types."""
     if _is_address(target):
-        question = "Header, as 'Name: value' (${VARIABLE} is replaced; empty: none or no more)"
+        question = "Header, as 'Name: value' (${NAME} is a variable of the gateway; press Enter to continue)"
     else:
-        question = "Variable it needs, as NAME=VALUE or only NAME (empty: none or no more)"
+        question = "Variable it needs, as NAME=VALUE or NAME (press Enter to continue)"
     given: list[str] = []
     while line := click.prompt(question, default="", show_default=False, type=str).strip():
         given.append(line)
@@ -260,9 +262,10 @@ def _confirm_anyway(settings: Settings, result: ProbeResult) -> bool:
 @common_options
 @click.pass_obj
 def list_servers(settings: Settings) -> None:
-    """List the configured servers, the state of each, and why one cannot be used.
+    """List the configured servers with their states.
 
-    The states are those of the running gateway, or what is remembered if none runs. `antiphon mcp test` tries a server.
+    The states are those in the running gateway, or the last known ones if none runs. If a server cannot be used, the
+    reason is shown. `antiphon mcp test` tries a server.
     """
     servers = asyncio.run(_load_states(settings))
     if settings.json:
@@ -290,7 +293,7 @@ async def _load_states(settings: Settings) -> list[dict[str, Any]]:
 
 
 def _add_changes(settings: Settings, running: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the servers of the gateway with those that only a restart adds, and say which it removes."""
+    """Return the servers of the gateway, marked where a restart will add or remove them."""
     configured = {name for _, name, _ in settings.load().config.list_mcp_servers()}
     known = {server["name"] for server in running}
     removed = "removed from the configuration; in use until the gateway is restarted"
@@ -323,9 +326,9 @@ def _format_row(server: dict[str, Any]) -> list[str]:
 @common_options
 @click.pass_context
 def test(ctx: click.Context, names: tuple[str, ...]) -> None:
-    """Connect to servers (default: all) as the gateway does, and list their tools.
+    """Connect to servers and list their tools.
 
-    The exit code is 5 if one cannot be used.
+    Without NAME, all servers are tested. The exit code is 5 if one cannot be used.
     """
     settings = ctx.ensure_object(Settings)
     config = settings.load().config
@@ -404,15 +407,19 @@ def _find_server(config: Config, name: str) -> McpServerConfig:
 @click.command()
 @click.argument("name")
 @click.option(
-    "--port", type=IntegerParam(0, 65535), default=0, help="Where the browser returns to (default: any)."
+    "--port",
+    type=IntegerParam(0, 65535),
+    default=0,
+    help="Local port that the browser is sent back to (default: a free one).",
 )
-@click.option("--no-browser", is_flag=True, help="Only print the address.")
+@click.option("--no-browser", is_flag=True, help="Print the address instead of opening a browser.")
 @common_options
 @click.pass_obj
 def login(settings: Settings, name: str, port: int, no_browser: bool) -> None:
-    """Log in at a server with OAuth: opens a browser, stores the tokens, and lists the tools.
+    """Log in to a server with OAuth.
 
-    Where the browser runs on another machine, paste the address that it ends at.
+    This opens a browser, stores the tokens, and lists the tools. If the browser runs on another machine, paste the
+    address of the page that it shows at the end.
     """
     server = _find_server(settings.load().config, name)
     result = _log_in(settings, name, server, port=port, opens_browser=not no_browser)
@@ -435,7 +442,7 @@ def _log_in(
             click.launch(url)
         if sys.stdin.isatty():
             click.echo(
-                "If the browser ends at a page that cannot be shown, paste its address here.", err=True
+                "If the browser ends on a page that cannot be shown, paste its address here.", err=True
             )
             _read_pasted(offer)
 
@@ -456,7 +463,7 @@ def _has_display() -> bool:
 
 
 def _read_pasted(offer: Callable[[str], bool]) -> None:
-    """Read lines from the terminal while the browser is waited for."""
+    """Read pasted addresses from the terminal while waiting for the browser."""
     loop = asyncio.get_running_loop()
 
     def read() -> None:
@@ -464,7 +471,7 @@ def _read_pasted(offer: Callable[[str], bool]) -> None:
         if not line:
             loop.remove_reader(sys.stdin)
         elif line.strip() and not offer(line):
-            click.echo("This is not the address that belongs to this login.", err=True)
+            click.echo("This address does not belong to this login.", err=True)
 
     loop.add_reader(sys.stdin, read)
 
@@ -477,7 +484,10 @@ def _read_pasted(offer: Callable[[str], bool]) -> None:
 @common_options
 @click.pass_obj
 def remove(settings: Settings, name: str) -> None:
-    """Remove a server from the configuration, with its login and what is remembered of it."""
+    """Remove a server from the configuration.
+
+    Its login and stored state are removed, too.
+    """
     from antiphon.config.edit import remove_member
     from antiphon.mcp.logins import forget_server
 

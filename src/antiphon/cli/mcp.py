@@ -33,9 +33,10 @@ for one in SERVER_COMMANDS:
 @common_options
 @click.pass_obj
 def serve(settings: Settings, session_key: str | None) -> None:
-    """Serve MCP on standard input and output, for programs that start MCP servers.
+    """Serve sessions to an MCP client on standard input and output.
 
-    Connects them to the running gateway: `claude mcp add antiphon -- antiphon mcp serve`.
+    The client starts this command, which connects it to the running gateway. For Claude Code:
+    `claude mcp add antiphon -- antiphon mcp serve`.
     """
     import asyncio
 

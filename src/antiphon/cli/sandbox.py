@@ -35,7 +35,10 @@ def command(ctx: click.Context) -> None:
 @common_options
 @click.pass_obj
 def explain(settings: Settings, agent_id: str | None) -> None:
-    """Examine the sandbox of every agent from inside, and print which backend works or how to fix it."""
+    """Show which sandbox works for each agent.
+
+    Each sandbox is examined from inside. If none works, the reasons and the fixes are printed.
+    """
     _explain(settings, agent_id)
 
 
@@ -107,12 +110,15 @@ def list_sandboxes(settings: Settings) -> None:
     type=click.FloatRange(min=1),
     default=24,
     show_default=True,
-    help="Remove what nothing has used for this long.",
+    help="Remove what was not used for this long.",
 )
 @common_options
 @click.pass_obj
 def prune(settings: Settings, idle_hours: float) -> None:
-    """Remove directories and containers of sandboxed sessions that are not used any more, with all files in them."""
+    """Remove unused directories and containers of sessions.
+
+    All files in them are removed, too.
+    """
     from antiphon.workspace.docker_containers import has_containers, remove_unused_containers
     from antiphon.workspace.sandbox_directories import remove_idle_directories
 

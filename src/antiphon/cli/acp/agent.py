@@ -77,7 +77,7 @@ class EditorAgent:
         report: Callable[[AntiphonError], None],
         report_change: Callable[[str], None],
     ) -> None:
-        """`make_client` raises if no gateway is found. `report_change` hears of a connection that is lost or back."""
+        """`make_client` raises if no gateway is found. `report_change` is called when it is lost or back."""
         self._make_client = make_client
         self._agent_id = agent_id
         self._session_key = session_key
@@ -111,7 +111,7 @@ class EditorAgent:
         self._connection = connection
 
     async def close(self) -> None:
-        """Leave the sessions; what runs in them goes on."""
+        """Close the sessions. Their runs continue."""
         for session in self._sessions.values():
             await session.close()
         self._sessions.clear()
@@ -218,7 +218,7 @@ class EditorAgent:
     # --- sessions ---
 
     async def _open(self, session_id: str, *, replays: bool) -> EditorSession:
-        """Open a session, again if it is open; show its conversation so far if asked to."""
+        """Open a session, closing it first if it is open, and replay its conversation if asked to."""
         assert self._connection is not None
         client = await self._connect()
         key = (await client.describe(session_id)).key
@@ -226,7 +226,9 @@ class EditorAgent:
             if earlier.is_busy:
                 self._sessions[session_id] = earlier
                 raise InvalidInput(
-                    f"Session {session_id!r} is answering a prompt.", "Wait for its end.", field="sessionId"
+                    f"Session {session_id!r} is answering a prompt.",
+                    "Wait until the prompt is answered.",
+                    field="sessionId",
                 )
             await earlier.close()
         await self._close_idle_sessions()
@@ -250,7 +252,7 @@ class EditorAgent:
                 await session.close()
 
     async def _begin(self, session: EditorSession) -> None:
-        """Show what the editor can only take once it knows the session."""
+        """Send the updates that the editor accepts only when it knows the session."""
         assert self._connection is not None
         try:
             update = {
@@ -287,7 +289,7 @@ class EditorAgent:
     # --- the gateway ---
 
     async def _connect(self) -> Client:
-        """Return the client of the gateway, which reconnects by itself once it was connected."""
+        """Return the client of the gateway. After the first connection, it reconnects by itself."""
         async with self._connecting:
             if self._client is None:
                 client = self._make_client(self._handle_connection_change)

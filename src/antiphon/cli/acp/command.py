@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--agent", "agent_id", metavar="ID", help="Agent of new sessions; default: the default agent.")
 @click.option(
-    "--session", "session_key", metavar="KEY", help="Use this session whenever a new one is asked for."
+    "--session", "session_key", metavar="KEY", help="Use this session whenever the editor asks for a new one."
 )
 @gateway_options
 @common_options
 @click.pass_obj
 def command(settings: Settings, agent_id: str | None, session_key: str | None) -> None:
-    """Serve the Agent Client Protocol on standard input and output, for editors that start agents.
+    """Serve agents to an editor on standard input and output, with the Agent Client Protocol.
 
-    Connects them to the running gateway. In Zed's settings.json:
+    The editor starts this command, which connects it to the running gateway. In Zed's settings.json:
     {"agent_servers": {"Antiphon": {"type": "custom", "command": "antiphon", "args": ["acp"]}}}
     """
     from antiphon.event_loop import run

@@ -41,27 +41,27 @@ class QuestionRefused(Exception):
 
 
 class Answer(NamedTuple):
-    """The result of a request, and what is to be done once the editor has been sent it."""
+    """The result of a request, and what to do when it has been sent."""
 
     result: Json
     then: Callable[[], Awaitable[None]] | None = None
 
 
 class RequestHandler(Protocol):
-    """What an editor's messages are given to."""
+    """Handles an editor's messages."""
 
     async def handle_request(self, method: str, params: object) -> Answer:
         """Return the answer.
 
         Raises:
-            AntiphonError: the request is refused. `MethodNotFound`: it is none that is known.
+            AntiphonError: the request is refused. `MethodNotFound`: the method is unknown.
         """
         ...
 
     def handle_notification(self, method: str, params: object) -> None: ...
 
     def handle_end(self) -> None:
-        """Answer what can be answered at once: the editor is gone."""
+        """Note that the editor is gone, so that requests end early."""
         ...
 
 
@@ -151,7 +151,7 @@ class EditorConnection:
             self._handle_notification(str(method), message.get("params"))
         elif not isinstance(method, str) or not isinstance(id, str | int) or id in self._requests:
             await self._write_error(
-                None, INVALID_REQUEST_CODE, "The request has no valid method or no id of its own."
+                None, INVALID_REQUEST_CODE, "The request needs a method and an id that is not in use."
             )
         elif len(self._requests) >= MAX_OPEN_REQUESTS:
             await self._write_error(

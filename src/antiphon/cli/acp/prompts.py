@@ -31,7 +31,7 @@ class EditorPrompt(msgspec.Struct, frozen=True):
 
 
 def translate_prompt(blocks: Sequence[object]) -> EditorPrompt:
-    """Return the message that a prompt is.
+    """Return the message for a prompt.
 
     Raises:
         InvalidInput: it has nothing to send, or a block that an agent cannot read.

@@ -93,7 +93,7 @@ class EditorSession:
         return bool(self._turns)
 
     async def close(self) -> None:
-        """Show nothing more. What runs goes on, and what waits for a person waits."""
+        """Stop showing the session. Its runs continue, and calls that wait for a person keep waiting."""
         tasks = [*self._tasks, *self._approvals.values(), *([self._follower] if self._follower else [])]
         for task in tasks:
             task.cancel()
@@ -128,7 +128,7 @@ class EditorSession:
     def follow(self) -> None:
         """Show what happens from now on, and ask about the calls that wait.
 
-        It goes on where it stopped if the gateway could not be reached for long.
+        After a long loss of the connection, it resumes where it stopped.
         """
         if self._follower is None or self._follower.done():
             self._follower = asyncio.create_task(self._follow())
@@ -139,7 +139,7 @@ class EditorSession:
             turn.record_gap()
 
     def handle_new_connection(self) -> None:
-        """Look again for calls that wait: the events about some may have been missed."""
+        """Look for waiting calls again, since events about them may have been missed."""
         self._start_task(self._ask_about_waiting_calls())
 
     async def _follow(self) -> None:
@@ -345,7 +345,7 @@ class EditorSession:
         }
 
     def cancel(self) -> None:
-        """Have the answers to the editor's prompts stopped, and no others."""
+        """Stop the answers to the editor's prompts, and no others, in the background."""
         self._start_task(self.stop_turns())
 
     async def stop_turns(self) -> None:
@@ -392,7 +392,7 @@ class EditorSession:
             task.add_done_callback(lambda _: self._approvals.pop(approval.id, None))
 
     async def _ask(self, approval: ApprovalView) -> None:
-        """Ask the editor, and pass its choice on. Without a choice the call goes on waiting."""
+        """Ask the editor, and pass its choice on. Without a choice, the call keeps waiting."""
         call = updates.describe_waiting_call(approval, await self._find_call(approval))
         options = [OPTION_BY_DECISION[decision] for decision in approval.allowed_decisions]
         params: Json = {"sessionId": self.session_id, "toolCall": call, "options": options}

@@ -1,4 +1,4 @@
-"""The tool calls of a session as an editor is shown them: announced once, then changed, whatever arrives first."""
+"""Tracks the tool calls that an editor is shown: announced once, then updated, in whatever order events arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One prompt of an editor and the run that answers it: what of the answer the editor has been sent.
+"""Tracks how much of the answer to one prompt the editor has been sent.
 
 A growing answer is streamed, and its entry in the transcript has the definitive text. An editor can take nothing back,
 so each text is sent once: an answer that begins again after a crash continues where it was, and is repeated only if it
@@ -71,7 +71,7 @@ class EditorTurn:
         self._has_missed_thinking = True
 
     def take_delta(self, event: Delta) -> list[Json]:
-        """Return what a piece of the growing answer adds to what the editor has."""
+        """Return the updates for a piece of the growing answer."""
         if event.thinking:
             if self._has_missed_thinking:
                 return []
@@ -91,7 +91,7 @@ class EditorTurn:
         return self._answer.send_up_to(self._text)
 
     def take_answer(self, entry: Mapping[str, Any], *, is_internal: bool) -> list[Json]:
-        """Return what the entry that completes a step adds to what the editor has."""
+        """Return the updates for the entry that completes a step: what the editor lacks."""
         updates: list[Json] = []
         begun = ""
         if not is_internal:
@@ -107,7 +107,7 @@ class EditorTurn:
         return updates
 
     def take_reply(self, reply: str) -> list[Json]:
-        """Return what is missing of an answer whose entry did not arrive."""
+        """Return the updates for the missing part of an answer whose entry did not arrive."""
         if not reply.strip() or reply == self._last_answer or may_be_control_token(reply):
             return []
         return self._answer.send_up_to(reply)

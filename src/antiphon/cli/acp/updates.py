@@ -1,4 +1,4 @@
-"""What an editor is shown: parts of a transcript as the updates of the protocol. Pure functions."""
+"""Converts parts of a transcript into updates of the protocol. Pure functions."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def get_tool_kind(name: str) -> str:
 
 
 def get_call_id(run_id: str | None, call_id: object) -> str:
-    """Return an id that is unique in the session. Those of models are so only within a turn."""
+    """Return an id that is unique in the session. The ids of models are unique only within a turn."""
     return f"{run_id}:{call_id}" if run_id else str(call_id)
 
 
 def describe_call(block: Mapping[str, Any]) -> Json:
-    """Return the fields of an update that say what is called."""
+    """Return the fields of an update that describe a call."""
     arguments = block.get("arguments")
     fields: Json = {"title": _format_title(block), "kind": get_tool_kind(str(block.get("name")))}
     if len(msgspec.json.encode(arguments)) <= MAX_ARGUMENT_BYTES:
@@ -87,7 +87,7 @@ def _clip_title(title: str) -> str:
 
 
 def describe_result(entry: Mapping[str, Any]) -> Json:
-    """Return the fields of an update that say what a call has led to."""
+    """Return the fields of an update that show the result of a call."""
     text = "\n".join(_render_block(block) for block in get_blocks(entry))
     return {
         "status": "failed" if entry.get("isError") else "completed",
@@ -96,7 +96,7 @@ def describe_result(entry: Mapping[str, Any]) -> Json:
 
 
 def describe_phase(event: ToolPhase) -> Json:
-    """Return the fields of an update that say how far a call has come."""
+    """Return the fields of an update that show the progress of a call."""
     match event.phase:
         case "start":
             return {"status": "in_progress"}
@@ -107,7 +107,7 @@ def describe_phase(event: ToolPhase) -> Json:
 
 
 def describe_waiting_call(approval: ApprovalView, call_id: str | None) -> Json:
-    """Return the call that a person is asked about. One that the editor does not know yet gets an id of its own."""
+    """Return the call that a person is asked about. A call that the editor does not know yet gets a new id."""
     call = approval.text if approval.tool == "exec" else f"{approval.tool} {approval.text}"
     return {
         "toolCallId": call_id or f"approval:{approval.id}",
