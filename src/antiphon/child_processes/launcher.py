@@ -1,4 +1,4 @@
-"""The launcher: a process that starts programs for its gateway and outlives it by a moment, to end them all.
+"""The launcher: starts programs for a gateway, and ends all their processes when it stops or is killed.
 
 A program may be a tree of processes, such as `npx` and what it starts, and not all of them end when their input does.
 The launcher adopts every process of these trees, so none is left when a program is stopped, when the gateway stops, or
@@ -179,7 +179,7 @@ class ProgramLauncher:
             self._control.sendall(json.dumps(message).encode() + b"\n")
 
     def _end_all(self) -> None:
-        """End every process, whatever it has done to its group and its environment."""
+        """End every process, even one that changed its process group or cleared its environment."""
         self._control.close()
         until = time.monotonic() + SHUTDOWN_GRACE_SECONDS
         while self._processes and time.monotonic() < until:

@@ -42,7 +42,7 @@ class ErrorOutput:
 
 @asynccontextmanager
 async def open_pipe(descriptor: int) -> AsyncGenerator[asyncio.StreamReader]:
-    """Read from a descriptor, which is closed in the end."""
+    """Read from a descriptor, and close it at the end."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=READ_BYTES)
     transport, _ = await loop.connect_read_pipe(
@@ -55,7 +55,7 @@ async def open_pipe(descriptor: int) -> AsyncGenerator[asyncio.StreamReader]:
 
 
 async def read_lines(reader: asyncio.StreamReader) -> AsyncGenerator[bytes]:
-    """Yield every complete line that is not blank, without its end.
+    """Yield each complete, non-blank line without its line ending.
 
     Raises:
         LineTooLong: a line is too long.

@@ -1,4 +1,4 @@
-"""Child processes: started and ended by the launcher, whose client this is."""
+"""Starts and ends child processes, as the client of their launcher."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ChildProcess:
 class ChildProcesses:
     """The programs of one purpose in a state directory; the first one starts their launcher.
 
-    With `adopts`, it first ends what a killed gateway has left behind of them.
+    With `adopts`, the launcher first ends those that a killed gateway left behind.
     """
 
     def __init__(self, state_dir: Path, purpose: str, *, adopts: bool) -> None:
@@ -115,7 +115,7 @@ class ChildProcesses:
         except OSError as error:
             ours.close()
             raise Unavailable(
-                f"The process that starts other programs could not be started: {error}.", "Try again."
+                f"The launcher of other programs could not be started: {error}.", "Try again."
             ) from error
         finally:
             theirs.close()
@@ -130,9 +130,7 @@ class ChildProcesses:
         except TimeoutError:
             ours.close()
             self._control = None
-            raise Unavailable(
-                "The process that starts other programs does not answer.", "Try again."
-            ) from None
+            raise Unavailable("The launcher of other programs does not answer.", "Try again.") from None
 
     def _start_launcher(self, control: socket.socket) -> subprocess.Popen[bytes]:
         options = ["adopt"] if self._adopts else []
@@ -179,7 +177,7 @@ class ChildProcesses:
             process.exited.set()
         self._processes.clear()
         if self._answer is not None and not self._answer.done():
-            self._answer.set_result({"error": "the process that starts other programs ended"})
+            self._answer.set_result({"error": "the launcher of other programs ended"})
 
     # --- requests ---
 

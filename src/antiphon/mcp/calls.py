@@ -1,4 +1,4 @@
-"""What an offered tool does on a connection: a tool of the server, or a request about its resources or prompts."""
+"""Performs calls of offered tools: tools of the server, and requests for its resources and prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def perform_call(
     timeout: float,
     keep_file: results.KeepFile | None,
 ) -> ToolOutput:
-    """Make a call and return what the model reads. Errors are those of the session."""
+    """Make a call and return what the model reads. Raises the errors of the session."""
     cursor = arguments.get("cursor")
     cursor = cursor if isinstance(cursor, str) else None
     match offer.kind:
@@ -47,7 +47,7 @@ async def perform_call(
 
 
 def _read_texts(given: object) -> dict[str, str]:
-    """Return the arguments of a prompt, which the protocol has as texts."""
+    """Return the arguments of a prompt, which the protocol passes as texts."""
     if not isinstance(given, dict):
         return {}
     return {str(name): str(value) for name, value in cast("dict[object, object]", given).items()}

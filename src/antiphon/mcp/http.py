@@ -1,4 +1,4 @@
-"""The HTTP transport: a client that is bounded, and that leaves the origin of its server only for public addresses.
+"""The HTTP transport: bounded requests, which leave the origin of the server only for public addresses.
 
 The operator has chosen the server's address, so it may be local. Any other address that a server refers to, such as
 that of its authorization server, must be public, unless the server's own is not. A request that fails becomes an error
@@ -135,7 +135,7 @@ class GuardedTransport(httpx2.AsyncBaseTransport):
         await self._inner.aclose()
 
     async def _pin_address(self, request: httpx2.Request) -> None:
-        """Send a request to an address that was checked. All of the host must be public, or the server itself is not.
+        """Pin a request to a checked address. If the server is public, all addresses of the host must be public.
 
         Raises:
             RefusedAddress: they are not.
@@ -153,7 +153,7 @@ class GuardedTransport(httpx2.AsyncBaseTransport):
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    """The body of an answer, up to a size and a time. What goes wrong is an error that the library expects."""
+    """The body of an answer, up to a size and a time. Failures are errors that the library expects."""
 
     def __init__(
         self, stream: httpx2.AsyncByteStream, max_bytes: int | None, max_seconds: float | None

@@ -1,4 +1,4 @@
-"""What servers say about themselves, bounded: their tools, their instructions, and the file that remembers both.
+"""Bounds and stores what servers say about themselves: their tools and their instructions.
 
 Everything here comes from programs that have not been vetted. Texts are cut and cleaned, and a tool whose schema a
 provider would refuse is left out, since one refused tool would fail every run of its agent.
@@ -56,7 +56,7 @@ class ListedTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server offers."""
+    """The tools and the instructions of a server."""
 
     tools: list[ListedTool] = []
     instructions: str = ""
@@ -67,7 +67,7 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerRecord(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """What is remembered of a server between two starts of the gateway."""
+    """What is stored about a server, so that it is known after a restart of the gateway."""
 
     fingerprint: str
     listing: Listing | None = None
@@ -175,7 +175,7 @@ def build_listing(
     has_prompts: bool = False,
     notes: Sequence[str] = (),
 ) -> Listing:
-    """Return what a server offers, without what cannot be used."""
+    """Return what a server offers, without unusable tools."""
     tools: dict[str, ListedTool] = {}
     left_out = list(notes)
     for raw in raw_tools:
@@ -210,7 +210,7 @@ def build_listing(
 
 
 def describe_server(name: str, server: McpServerConfig, listing: Listing | None) -> dict[str, Any]:
-    """Return what is configured and known of a server, apart from its state."""
+    """Return the settings of a server and what is known about it, except its state."""
     return {
         "name": name,
         "transport": server.transport_name,
@@ -233,7 +233,7 @@ def describe_disabled_servers(config: Config) -> list[dict[str, Any]]:
 
 
 def compute_fingerprint(server: McpServerConfig) -> str:
-    """Return what identifies a server: another program or address may have other tools."""
+    """Return a digest of a server's program or address. Another one may have other tools."""
     facts = [server.command, server.args, server.directory, server.url]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -248,12 +248,12 @@ def name_file(server: str) -> str:
 
 
 def build_file_prefix(server: str) -> str:
-    """Return how the names of files of a server begin."""
+    """Return the prefix of the names of a server's files."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", server)[:MAX_FILE_PREFIX_CHARACTERS]
 
 
 def load_record(state_dir: Path, name: str, server: McpServerConfig) -> ServerRecord:
-    """Return what is remembered of a server; nothing if its program or address has changed."""
+    """Return the stored record of a server, or an empty one if its program or address has changed."""
     fingerprint = compute_fingerprint(server)
     try:
         content = (locate_directory(state_dir) / name_file(name)).read_bytes()
@@ -268,7 +268,7 @@ def save_record(state_dir: Path, name: str, record: ServerRecord) -> None:
 
 
 def write_private_file(path: Path, content: bytes) -> None:
-    """Write a file as a whole that only its owner can read."""
+    """Write a file atomically, so that only its owner can read it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

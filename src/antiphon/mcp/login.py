@@ -1,6 +1,6 @@
-"""A login at a server: a person allows it in a browser, which hands the result to a port of this machine.
+"""Logs in to a server: a person confirms in a browser, which sends the result to a port of this machine.
 
-Where the browser runs elsewhere, the person pastes the address that it ended at instead.
+If the browser runs elsewhere, the person pastes the address that it ended at instead.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Callback:
         return await self._answer
 
     def offer(self, url: str) -> bool:
-        """Take the address that the browser ended at. False if it is not that of this login."""
+        """Accept the address that the browser ended at. False if it does not belong to this login."""
         given = _get_parameters(url)
         if self._state is None or given.get("state") != self._state or self._answer.done():
             return False
@@ -106,7 +106,7 @@ async def log_in(
     port: int,
     show_page: Callable[[str, Callable[[str], bool]], None],
 ) -> bool:
-    """Log in at a server and store its tokens. False if the server asks for no login.
+    """Log in to a server and store its tokens. False if the server asks for no login.
 
     `show_page` gets the address to open, and a function that takes the address where the browser ended.
 
@@ -121,7 +121,7 @@ async def log_in(
             else "is configured with a header 'Authorization' or without OAuth"
         )
         raise InvalidInput(
-            f"The MCP server {name!r} {why}, so it has no login.", "Nothing to do.", field="name"
+            f"The MCP server {name!r} {why}, so it has no login.", "Use it without a login.", field="name"
         )
     callback, file = Callback(), LoginFile(state_dir, name, config.url)
     try:
@@ -191,5 +191,5 @@ async def _ask(config: McpServerConfig, session: OAuthSession) -> None:
 
 def _build_error(name: str, reason: str) -> McpServerUnavailable:
     return McpServerUnavailable(
-        f"The login at the MCP server {name!r} failed: {reason}.", "Try again.", server=name
+        f"The login to the MCP server {name!r} failed: {reason}.", "Try again.", server=name
     )

@@ -22,7 +22,7 @@ def read_login_version(state_dir: Path, server: str) -> int | None:
 
 
 def forget_server(state_dir: Path, server: str) -> None:
-    """Remove the login of a server and what is remembered of it. Blocks."""
+    """Remove the login and the stored record of a server. Blocks."""
     login = locate_login_file(state_dir, server)
     for file in (login, login.with_suffix(".lock"), locate_directory(state_dir) / name_file(server)):
         file.unlink(missing_ok=True)

@@ -47,7 +47,7 @@ class AuthorizationRequired(Exception):
 
 
 class StoredLogin(msgspec.Struct, kw_only=True, rename="camel"):
-    """What a login leaves on disk. Tokens and clients are as the library writes them."""
+    """A login as it is stored. Tokens and clients are in the form of the library."""
 
     url: str
     tokens: dict[str, Any] | None = None
@@ -67,7 +67,7 @@ class LoginFile:
         self._state_dir, self._server, self._url = state_dir, server, url
 
     def load(self) -> StoredLogin:
-        """Return what is stored; nothing if it belongs to another address."""
+        """Return the stored login, or an empty one if it belongs to another address."""
         try:
             login = msgspec.json.decode(self._path.read_bytes(), type=StoredLogin)
         except (OSError, msgspec.MsgspecError):
@@ -331,5 +331,5 @@ def _dump(model: OAuthMetadata | ProtectedResourceMetadata | None) -> dict[str, 
 
 
 def describe_flow_error(error: OAuthFlowError) -> str:
-    """Return why a login failed."""
+    """Return the reason for a failed login."""
     return str(error)[:300] or type(error).__name__

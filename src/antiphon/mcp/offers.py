@@ -29,12 +29,12 @@ class Offer(NamedTuple):
 
 
 def build_prefix(server: str) -> str:
-    """Return how the names of a server's tools begin."""
+    """Return the prefix of the names of a server's tools."""
     return f"{MCP_TOOL_PREFIX}{_UNUSABLE_CHARACTERS.sub('_', server)}__"
 
 
 def list_offers(servers: Mapping[str, McpServerConfig], listings: Mapping[str, Listing]) -> list[Offer]:
-    """Return the tools to offer, each under a name of its own."""
+    """Return the tools to offer, each under a unique name."""
     found: list[tuple[str, ListedTool, OfferKind]] = [
         (server, tool, kind)
         for server, config in servers.items()
@@ -79,7 +79,7 @@ def _list_tools(listing: Listing) -> Iterator[tuple[ListedTool, OfferKind]]:
 def _describe_request(
     kind: OfferKind, description: str, required: Sequence[str] = (), **properties: Mapping[str, Any]
 ) -> tuple[ListedTool, OfferKind]:
-    """Return a tool that asks a server for what it has besides tools."""
+    """Return a tool that requests resources or prompts from a server."""
     parameters: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
     if required:
         parameters["required"] = list(required)
@@ -89,7 +89,7 @@ def _describe_request(
     return tool, kind
 
 
-_CURSOR = {"type": "string", "description": "Of the page before, for the next page."}
+_CURSOR = {"type": "string", "description": "The nextCursor of the previous page."}
 _RESOURCE_TOOLS = (
     _describe_request(
         "resources_list", "List the resources of this server, such as files and records.", cursor=_CURSOR

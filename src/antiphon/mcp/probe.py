@@ -1,4 +1,4 @@
-"""One connection to a server outside a gateway: for the commands of the terminal and the checks of `doctor`."""
+"""Connects to a server once, without a gateway, for CLI commands and `doctor`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from antiphon.clock import SystemClock
 from antiphon.config.mcp import McpServerConfig
 from antiphon.mcp.listings import ServerState
 from antiphon.mcp.offers import Offer, list_offers
-from antiphon.mcp.server_actor import CONNECT_TIMEOUT_SECONDS, ServerActor, ServerSurroundings
+from antiphon.mcp.server_actor import CONNECT_TIMEOUT_SECONDS, ServerActor, ServerContext
 
 
 class ProbedTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,14 +21,14 @@ class ProbedTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeResult(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """What a server answered. `state` is `ready`, `failed` or `needs_auth`."""
+    """The outcome of a test of a server. `state` is `ready`, `failed` or `needs_auth`."""
 
     name: str
     state: ServerState
     reason: str | None = None
     duration_ms: int
     tools: list[ProbedTool] = []
-    """Under the names that agents call them by, as far as the lists of the server allow them."""
+    """Named as agents call them; only those that `enabledTools` and `disabledTools` allow."""
     listed_tools: int = 0
     notes: list[str] = []
 
@@ -36,8 +36,8 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
 async def probe_server(state_dir: Path, name: str, config: McpServerConfig) -> ProbeResult:
     """Connect to a server as a gateway does, list its tools, and disconnect. The answer is stored."""
     processes = ChildProcesses(state_dir, "mcp", adopts=False)
-    surroundings = ServerSurroundings(state_dir=state_dir, clock=SystemClock(), processes=processes)
-    actor = ServerActor(name, config, surroundings, lambda: None)
+    context = ServerContext(state_dir=state_dir, clock=SystemClock(), processes=processes)
+    actor = ServerActor(name, config, context, lambda: None)
     actor.load()
     began = time.monotonic()
     try:

@@ -1,7 +1,7 @@
 """Formats the answers of servers for the model: bounded text, images as images, and files in the workspace.
 
-What a model cannot be shown, or not as a whole, is kept as a file of the session's workspace, where its other tools can
-open it. Files are named by their content, so that the same answer always reads the same.
+What a model cannot be shown, or only in part, is written to a file of the session's workspace, where its other tools
+can open it. Files are named by their content, so that equal answers look the same.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _ResultWriter:
         self.texts.append(f"[{', '.join(notes)}.]")
 
     async def _keep(self, content: bytes, suffix: str) -> str | None:
-        """Return where the content is kept, or None if it is not."""
+        """Keep the content in a file, and return its path, or None if it cannot be kept."""
         if (
             self._keep_file is None
             or len(self.paths) >= MAX_FILES_PER_RESULT
@@ -118,7 +118,7 @@ class _ResultWriter:
         return ToolOutput(text=text, details=details, is_error=is_error, images=tuple(self.images))
 
     async def _describe_cut(self, whole: str) -> str:
-        """Return where the whole text is, and the files whose names may have been cut out."""
+        """Return a note with the file of the whole text, and the files whose names may have been cut out."""
         kept = list(self.paths)
         where = await self._keep(whole.encode(errors="replace"), ".txt")
         notes = [f"[The whole text is in the file {where}.]"] if where else []
@@ -128,7 +128,7 @@ class _ResultWriter:
 
 
 def _decode(data: str) -> bytes | None:
-    """Return what base64 text stands for; None if it is too much, or not base64."""
+    """Return the content of a base64 text; None if it is too large, or not base64."""
     if len(data) * 3 // 4 > MAX_FILE_BYTES + 2:
         return None
     try:
@@ -176,7 +176,7 @@ async def render_prompt(prompt: mcp_types.GetPromptResult, keep_file: KeepFile |
 async def render_resources(
     result: mcp_types.ListResourcesResult, templates: Sequence[mcp_types.ResourceTemplate]
 ) -> ToolOutput:
-    """Return one page of a server's resources, and how the addresses of others are made."""
+    """Return one page of a server's resources, and the templates of its resource addresses."""
     details: dict[str, Any] = {
         "resources": [
             {"uri": clean_text(str(each.uri), MAX_URI_CHARACTERS), **_describe(each, each.mime_type)}

@@ -73,7 +73,7 @@ class WrapCommand(Protocol):
     ) -> SandboxedCommand: ...
 
 
-class ServerSurroundings(msgspec.Struct, frozen=True, kw_only=True):
+class ServerContext(msgspec.Struct, frozen=True, kw_only=True):
     """The parts that all servers share."""
 
     state_dir: Path
@@ -107,7 +107,7 @@ class ServerActor:
         self,
         name: str,
         config: McpServerConfig,
-        surroundings: ServerSurroundings,
+        context: ServerContext,
         on_change: Callable[[], None],
     ) -> None:
         self.name = name
@@ -117,7 +117,7 @@ class ServerActor:
         self.last_contact_at: int | None = None
         self.listing: Listing | None = None
         self._record = ServerRecord(fingerprint="")
-        self._surroundings = surroundings
+        self._context = context
         self._on_change = on_change
         self._connections: dict[str, _Connection] = {}
         self._failures = 0
@@ -127,14 +127,14 @@ class ServerActor:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._saving = asyncio.Lock()
         self._secrets: set[str] = set()
-        """What the server was given, and may repeat when it complains."""
+        """Secrets that the server was given, and may repeat in its errors."""
         self._is_closed = False
 
     # --- state ---
 
     def load(self) -> None:
-        """Read what is remembered of the server. Blocks."""
-        self._record = load_record(self._surroundings.state_dir, self.name, self.config)
+        """Load the stored record of the server. Blocks."""
+        self._record = load_record(self._context.state_dir, self.name, self.config)
         self.listing = self._record.listing
         self.last_contact_at = self._record.last_contact_at
 
@@ -152,7 +152,7 @@ class ServerActor:
 
     @property
     def seconds_since_start(self) -> float:
-        """How long the connection has been about to open; 0 if it is not."""
+        """How long the connection has been opening; 0 if it is not."""
         connection = self._connections.get(HOST_SCOPE)
         if connection is None or connection.opening is None or connection.opening.done():
             return 0.0
@@ -193,9 +193,9 @@ class ServerActor:
         )
         async with self._saving:
             try:
-                await asyncio.to_thread(save_record, self._surroundings.state_dir, self.name, record)
+                await asyncio.to_thread(save_record, self._context.state_dir, self.name, record)
             except OSError as error:
-                log.warning("What is known of the MCP server %r could not be stored: %s", self.name, error)
+                log.warning("The record of the MCP server %r could not be stored: %s", self.name, error)
 
     def _run_in_background(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -211,7 +211,7 @@ class ServerActor:
         await asyncio.wait([opening], timeout=seconds)
 
     def should_retry_now(self) -> bool:
-        """Whether a run is to try an unusable server again: it fails fast, or a new login was stored."""
+        """Whether a run should try an unusable server again: it fails fast, or a new login was stored."""
         if self.state == "needs_auth":
             return self._read_login_version() != self._failed_login_version
         return self._failed_fast
@@ -295,7 +295,7 @@ class ServerActor:
 
     async def _build_transport(self, scope: str, caller: Caller | None, sent: SentRequests) -> Any:
         """Return the transport; secrets are read for every connection, so that rotated ones are used."""
-        config, shared = self.config, self._surroundings
+        config, shared = self.config, self._context
         if config.url is None:
             from antiphon.mcp.stdio import StdioTransport  # noqa: PLC0415 - imports the library
 
@@ -322,8 +322,8 @@ class ServerActor:
         if scope == HOST_SCOPE:
             cwd = expand_home(config.directory or "~")
             return ChildCommand(argv=argv, cwd=str(cwd), env=build_environment(configured))
-        assert caller is not None and self._surroundings.wrap_command is not None
-        wrapped = await self._surroundings.wrap_command(
+        assert caller is not None and self._context.wrap_command is not None
+        wrapped = await self._context.wrap_command(
             caller, argv, workdir=config.directory, env=configured, has_proxy=False
         )
         return ChildCommand(argv=wrapped.argv, cwd="/", env=wrapped.env, files=wrapped.files)
@@ -336,7 +336,7 @@ class ServerActor:
         }
 
     def _mask_secrets(self, text: str) -> str:
-        """Return what a server says without the secrets that it was given: models and people read it."""
+        """Return a text of the server without the secrets that it was given, since models and people read it."""
         for secret in sorted(self._secrets, key=len, reverse=True):
             text = text.replace(secret, SECRET_MASK)
         return text
@@ -400,17 +400,17 @@ class ServerActor:
             self._run_in_background(self._save())
 
     def _note_contact(self) -> None:
-        self.last_contact_at = self._surroundings.clock.now()
+        self.last_contact_at = self._context.clock.now()
 
     def _read_login_version(self) -> int | None:
         if self.config.url is None:
             return None
         from antiphon.mcp.logins import read_login_version  # noqa: PLC0415
 
-        return read_login_version(self._surroundings.state_dir, self.name)
+        return read_login_version(self._context.state_dir, self.name)
 
     async def _make_room(self) -> None:
-        """Close connections of sandboxes that nothing has used for long, and the oldest if there are too many.
+        """Close connections of sandboxes that were idle for long, and the longest idle one if there are too many.
 
         Raises:
             McpServerUnavailable: there is no room for another one.
@@ -460,10 +460,10 @@ class ServerActor:
             connection.used_at = time.monotonic()
 
     def _find_scope(self, caller: Caller) -> str:
-        """Return which process serves a session: a program runs in the sandbox of a sandboxed one."""
+        """Return which process serves a session: for a sandboxed one, a program in its sandbox."""
         if self.config.command is None or not caller.sandboxed:
             return HOST_SCOPE
-        return self._surroundings.find_sandbox(caller)
+        return self._context.find_sandbox(caller)
 
     async def _enter(self, scope: str) -> _Connection:
         """Return a connection, which need not be open yet, with one more call. It is not closed to make room."""
@@ -536,8 +536,8 @@ class ServerActor:
             ) from error
 
     def _choose_file_keeper(self, caller: Caller) -> Callable[[str, bytes], Awaitable[str]] | None:
-        """Return what keeps the files of a result, or None for a caller without a workspace."""
-        keep = self._surroundings.keep_file
+        """Return the function that keeps files of a result, or None for a caller without a workspace."""
+        keep = self._context.keep_file
         if keep is None or caller.session_key is None:
             return None
         prefix = build_file_prefix(self.name)

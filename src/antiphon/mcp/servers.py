@@ -26,7 +26,7 @@ from antiphon.mcp.listings import (
     load_record,
 )
 from antiphon.mcp.offers import Offer, build_prefix, list_offers
-from antiphon.mcp.server_actor import FAST_FAILURE_SECONDS, ServerActor, ServerSurroundings, WrapCommand
+from antiphon.mcp.server_actor import FAST_FAILURE_SECONDS, ServerActor, ServerContext, WrapCommand
 from antiphon.runtimes import ToolSpec
 from antiphon.tool_selection import ToolAudience, ToolFacts, ToolSelection, decide_tool
 from antiphon.workspace.kept_files import MAX_RESULT_FILES, RESULT_FILES_DIRECTORY, KeptFiles
@@ -50,7 +50,7 @@ class McpServers:
         self._toolbox = toolbox
         self._processes = ChildProcesses(state_dir, "mcp", adopts=True)
         self._locate = SessionWorkspaceLocator(config, state_dir)
-        surroundings = ServerSurroundings(
+        context = ServerContext(
             state_dir=state_dir,
             clock=clock,
             processes=self._processes,
@@ -59,7 +59,7 @@ class McpServers:
             find_sandbox=self._find_sandbox,
         )
         self._actors = {
-            name: ServerActor(name, server, surroundings, self._offer_tools)
+            name: ServerActor(name, server, context, self._offer_tools)
             for name, server in config.enabled_mcp_servers.items()
         }
         self._offers: list[Offer] = []
@@ -71,7 +71,7 @@ class McpServers:
         self._offer_tools()
 
     def begin_warm_up(self) -> None:
-        """Connect in the background to servers whose tools are not known, or that runs require."""
+        """Connect in the background to servers whose tools are not known, or that are required."""
         self._warming = asyncio.create_task(self._warm_up())
 
     async def _warm_up(self) -> None:
@@ -97,7 +97,7 @@ class McpServers:
     # --- tools ---
 
     def _offer_tools(self) -> None:
-        """Put the tools of all servers into the toolbox, if they have changed."""
+        """Put the tools of all servers into the toolbox if they have changed."""
         offers = list_offers(
             self._config.enabled_mcp_servers,
             {name: actor.listing for name, actor in self._actors.items() if actor.listing is not None},
@@ -111,13 +111,13 @@ class McpServers:
         return build_tool(actor, offer)
 
     def _find_sandbox(self, caller: Caller) -> str:
-        """Return what identifies the sandbox of a session: all that it sees."""
+        """Return an identifier of a session's sandbox, made of everything that it can see."""
         return repr((caller.agent_id, self._locate(caller).mounts))
 
     # --- runs ---
 
     async def prepare_run(self, selection: ToolSelection) -> None:
-        """Try what is worth a wait: servers whose tools are not known yet, and some that could not be used."""
+        """Connect to servers that are worth a wait: tools not known yet, required, or quick to try again."""
         attempts = [
             actor.try_connect(_find_wait_seconds(actor))
             for actor in self._actors.values()
@@ -134,7 +134,7 @@ class McpServers:
     def describe_for_run(
         self, tools: Mapping[str, Tool], selection: ToolSelection, audience: ToolAudience, nonce: str
     ) -> str:
-        """Return what the prompt of a run says about the servers.
+        """Return the part of a run's prompt that describes the servers.
 
         Raises:
             McpServerUnavailable: a required server cannot be used.
@@ -238,7 +238,7 @@ async def _invoke(actor: ServerActor, offer: Offer, request: ToolRequest) -> Too
 
 
 class KnownServer(NamedTuple):
-    """A configured server and what is remembered of it."""
+    """A configured server and its stored record."""
 
     name: str
     record: ServerRecord
@@ -247,7 +247,7 @@ class KnownServer(NamedTuple):
 
 
 def load_known_servers(config: Config, state_dir: Path) -> list[KnownServer]:
-    """Return what is remembered of every server. Blocks."""
+    """Return the stored record of every server. Blocks."""
     known: list[KnownServer] = []
     for name, server in config.enabled_mcp_servers.items():
         record = load_record(state_dir, name, server)
@@ -257,7 +257,7 @@ def load_known_servers(config: Config, state_dir: Path) -> list[KnownServer]:
 
 
 def describe_known_servers(config: Config, state_dir: Path) -> list[dict[str, Any]]:
-    """Return the state of every server as it was left. Blocks."""
+    """Return the last known state of every server. Blocks."""
     described: list[dict[str, Any]] = []
     for name, record, offered_tools in load_known_servers(config, state_dir):
         server = config.enabled_mcp_servers[name]
@@ -286,11 +286,13 @@ def build_known_tools(config: Config, state_dir: Path) -> list[Tool]:
 
 def _build_shown_tool(offer: Offer, record: ServerRecord) -> Tool:
     async def refuse(_: ToolRequest) -> ToolOutput:
-        raise McpServerUnavailable("No gateway runs here.", "Start the gateway.", server=offer.server)
+        raise McpServerUnavailable("No gateway is running.", "Start the gateway.", server=offer.server)
 
     absence = None
     if record.state in ("failed", "needs_auth"):
-        absence = f"The MCP server {offer.server!r} could not be used lately: {record.reason}."
+        absence = (
+            f"The MCP server {offer.server!r} could not be used when it was last tried: {record.reason}."
+        )
     return Tool(
         spec=ToolSpec(name=offer.name, description=_describe_tool(offer), parameters=offer.tool.parameters),
         invoke=refuse,

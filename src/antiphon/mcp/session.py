@@ -50,9 +50,7 @@ R = TypeVar("R", bound=BaseModel)
 LIST_TIMEOUT_SECONDS = 20.0
 CLOSE_TIMEOUT_SECONDS = 8.0
 CANCEL_GRACE_SECONDS = 1.0
-REFRESH_INTERVAL_SECONDS = (
-    1.0  # at most one new list of tools in this time, however often it is said to have changed
-)
+REFRESH_INTERVAL_SECONDS = 1.0  # between two lists of tools, however often the server reports a change
 SUBSCRIBE_RETRY_SECONDS = 5.0
 SESSION_ENDED_TEXT = "Session terminated"  # the library's text if the server has forgotten the session
 
@@ -189,7 +187,7 @@ class ServerSession:
         return self._closing.is_set() or self._transport.closed.is_set()
 
     async def _subscribe(self, client: Client) -> None:
-        """Learn of changes from a server of the current specification, where they are a stream of events."""
+        """Subscribe to changes, which a server of the current specification sends as a stream of events."""
         while not self._closing.is_set():
             try:
                 async with client.listen(tools_list_changed=True) as events:
@@ -230,7 +228,7 @@ class ServerSession:
         return await self._request(request, mcp_types.ReadResourceResult, key, timeout)
 
     async def list_templates(self, *, key: str) -> Sequence[mcp_types.ResourceTemplate]:
-        """Return how addresses of resources are made; nothing if the server does not say."""
+        """Return the templates of resource addresses; none if the server does not list them."""
         params = mcp_types.PaginatedRequestParams(_meta={KEY_META_NAME: key})
         request = mcp_types.ListResourceTemplatesRequest(params=params)
         try:
@@ -266,7 +264,7 @@ class ServerSession:
         Raises:
             RequestLost: there is no answer, and there will be none.
             CallTimedOut: the server has not answered in time.
-            CallFailed: the server has answered with an error, or with what is no result.
+            CallFailed: the server has answered with an error, or with an invalid result.
         """
         client = self._client
         if client is None or not self.is_open:
@@ -307,7 +305,7 @@ class ServerSession:
 
 
 class _Abandoned(Exception):
-    """Work was cancelled without a request by its caller."""
+    """Work was cancelled, but not by its caller."""
 
 
 async def _contain_cancellation(work: Coroutine[Any, Any, T]) -> T:
@@ -331,7 +329,7 @@ async def _wait_for(event: asyncio.Event, seconds: float) -> None:
 
 
 async def _list_tools(client: Client) -> Listing:
-    """Return what a server offers, of as many pages as are taken."""
+    """List what a server offers, up to a number of pages."""
     raw: list[RawTool] = []
     notes: list[str] = []
     cursor: str | None = None

@@ -120,7 +120,7 @@ class StdioTransport:
 
 
 def _parse_message(line: bytes) -> SessionMessage | None:
-    """Return a message; None for what is none, such as a log that a server prints there by mistake."""
+    """Return a message, or None for any other line, such as a log that a server prints there by mistake."""
     try:
         message = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
     except ValueError:

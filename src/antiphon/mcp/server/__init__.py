@@ -17,7 +17,7 @@ SESSION_KEY_HEADER = "x-antiphon-session-key"
 """Names the session that a request acts as, percent-encoded once."""
 
 ReportProgress = Callable[[float, float, str], Awaitable[None]]
-"""Tells the client how far a call is: seconds waited, seconds asked for, and a sentence."""
+"""Reports progress to the client: seconds waited, seconds asked for, and a sentence."""
 
 
 class Resource(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class ResourcePage(msgspec.Struct, frozen=True):
 
 
 class Provider(Protocol):
-    """What one caller is offered. An `AntiphonError` becomes an error of the protocol."""
+    """Offers tools and resources to one caller. An `AntiphonError` becomes an error of the protocol."""
 
     instructions: str
     resource_template: Resource

@@ -97,7 +97,7 @@ def build_server(provider: Provider) -> Server[Any]:
         title="Antiphon",
         instructions=provider.instructions,
         cache_hints=CACHE_HINTS,
-        get_tool_input_schema=_find_no_header_schema,
+        get_tool_input_schema=_skip_header_schema,
         on_list_tools=list_tools,
         on_call_tool=call_tool,
         on_list_resources=list_resources,
@@ -110,7 +110,7 @@ async def serve_request(server: Server[Any], body: bytes, scope: Scope, receive:
     """Answer one POST whose body has been read. Its handler is cancelled when the client disconnects."""
     # The HTTP parser keeps spaces at the end of a header, and the library compares headers with the body.
     scope = {**scope, "headers": [(name, value.strip(b" \t")) for name, value in scope["headers"]]}
-    if _names_session(Headers(scope=scope)):
+    if _has_session_id(Headers(scope=scope)):
         await _build_session_missing_response()(scope, receive, send)
         return
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -125,8 +125,8 @@ async def serve_request(server: Server[Any], body: bytes, scope: Scope, receive:
         await manager.handle_request(scope, receive_again, send)
 
 
-def _names_session(headers: Headers) -> bool:
-    """Whether the client believes that it has a session. None is ever opened, so it was opened by another server."""
+def _has_session_id(headers: Headers) -> bool:
+    """Whether the client names an MCP session. This server opens none, so another server did."""
     version = headers.get(MCP_PROTOCOL_VERSION_HEADER)
     is_handshake_era = version is None or version in HANDSHAKE_PROTOCOL_VERSIONS
     return is_handshake_era and "mcp-session-id" in headers
@@ -138,8 +138,8 @@ def _build_session_missing_response() -> Response:
     return Response(body, 404, media_type="application/json")
 
 
-def _find_no_header_schema(name: str) -> None:
-    """No argument of a tool is mirrored in a header; without this, every call would list the tools first."""
+def _skip_header_schema(name: str) -> None:
+    """Return no schema, since no argument is repeated in a header. Otherwise each call would first list the tools."""
 
 
 def _find_progress_report(context: Context) -> ReportProgress | None:

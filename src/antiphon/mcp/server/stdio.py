@@ -114,12 +114,12 @@ class StdioBridge:
         message = cast("Json", message)
         method, id = message.get("method"), message.get("id")
         if method is None:
-            return  # an answer, although nothing was asked
+            return  # an answer, although the server asks no questions
         if "id" not in message:
             self._handle_notification(message)
         elif not isinstance(method, str) or not isinstance(id, str | int) or id in self._requests:
             await self._write_error(
-                None, INVALID_REQUEST_CODE, "The request has no valid method or no id of its own."
+                None, INVALID_REQUEST_CODE, "The request needs a method and an id that is not in use."
             )
         elif len(self._requests) >= MAX_OPEN_REQUESTS:
             await self._write_error(
@@ -181,7 +181,7 @@ class StdioBridge:
             await response.aclose()
 
     async def _post(self, content: bytes, headers: Mapping[str, str]) -> httpx2.Response:
-        """Send a request to the gateway that answers; where it is and its token are looked up again if they changed."""
+        """Send a request to a gateway that can be reached. Changed addresses and tokens are looked up again."""
         used = self._endpoints
         for endpoint in used:
             with suppress(httpx2.ConnectError, httpx2.ConnectTimeout):
@@ -242,7 +242,7 @@ class StdioBridge:
 def _build_lost_error(reason: object) -> Unavailable:
     return Unavailable(
         f"The connection to the gateway was lost ({reason or type(reason).__name__}).",
-        "The request may have taken effect: look before you repeat it, or repeat it with the same idempotencyKey.",
+        "The request may have taken effect: check before you repeat it, or repeat it with the same idempotencyKey.",
     )
 
 
