@@ -117,7 +117,7 @@ async def open_app_operations(
 
 
 class _Foundation(NamedTuple):
-    """What the parts of an app are built on: its store and bus, and what agents run with."""
+    """The base of the parts of an app: its store and bus, and the resources of runs."""
 
     config: Config
     home: StateDir

@@ -201,7 +201,7 @@ its markup is wrong, the time after a person's message is over, the chat has ano
 class NotSent(AntiphonError):
     """A chat service has certainly not taken a message, which may be sent later.
 
-    `retry_after` is the time the service named, in seconds; `whole_account` tells that it is for all of its chats.
+    `retry_after` is the wait that the service named, in seconds; with `whole_account`, it is for all chats.
     """
 
     code = "not_sent"

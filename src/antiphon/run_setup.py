@@ -130,7 +130,7 @@ class RunSetupBuilder:
         )
 
     def _explain_missing_commands(self, agent: AgentConfig, identity: SessionIdentity) -> str:
-        """Return why commands do not run, if it is for lack of a sandbox: else the model would promise or guess."""
+        """Return why commands cannot run, if no sandbox works, so that the model does not promise or guess."""
         reason = self._explain_missing_sandbox(agent.id) if "exec" in identity.absent else None
         return f"You cannot run commands. {reason}" if reason else ""
 

@@ -23,10 +23,10 @@ KNOWN_PROGRAMS: dict[str, tuple[tuple[str, ...], str]] = {
     "opencode": (("opencode", "acp"), "npm install -g opencode-ai"),
     "qwen": (("qwen", "--acp"), "npm install -g @qwen-code/qwen-code"),
 }
-"""The command of each program that has a name, and what installs it."""
+"""The command of each known program, and how to install it."""
 
 PROGRAMS_WITH_PRIVATE_HEADERS = frozenset({"codex", "opencode", "qwen"})
-"""Programs that were seen to keep the headers of MCP servers out of command lines, which every user can read."""
+"""Programs known to keep headers of MCP servers out of command lines, which every user can read."""
 
 
 class AcpProgramConfig(Section):
@@ -74,12 +74,12 @@ class AcpProgramConfig(Section):
 
     @property
     def name(self) -> str:
-        """What people call the program."""
+        """The name to show to people."""
         return self.agent or (self.command or "").rpartition("/")[2]
 
 
 class AcpRuntimeConfig(Section):
-    """The processes of all these programs."""
+    """The processes of all ACP programs."""
 
     ttl_minutes: Amount = Field(
         default=30, description="Minutes without a turn after which a process ends. 0 = never."

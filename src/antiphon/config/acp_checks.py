@@ -1,4 +1,4 @@
-"""Checks of the agents that are ACP programs: what cannot work, and what deserves a warning."""
+"""Checks agents that are ACP programs for errors and for settings that deserve a warning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_program(path: str, runtime: RuntimeConfig) -> Iterator[Problem]:
-    """Yield what is wrong with the runtime of an agent."""
+    """Yield errors in the runtime of an agent."""
     program = runtime.acp
     if (runtime.type == "acp") != (program is not None):
         what = f"{path!r} must have 'acp' if, and only if, its 'type' is 'acp'."
@@ -35,15 +35,15 @@ def check_program(path: str, runtime: RuntimeConfig) -> Iterator[Problem]:
         if not name or "=" in name or "\0" in name:
             yield Problem(
                 f"{path}.acp.env",
-                f"{name[:80]!r} in {path + '.acp.env'!r} is not a variable.",
-                "Use a plain name.",
+                f"{name[:80]!r} in {path + '.acp.env'!r} is not a valid variable name.",
+                "Use a name without '=' and NUL characters.",
             )
     if any("\0" in text for text in (program.command or "", *program.args, program.cwd or "")):
-        yield Problem(f"{path}.acp", f"{path + '.acp'!r} has a text with a NUL character.", "Remove it.")
+        yield Problem(f"{path}.acp", f"{path + '.acp'!r} contains a NUL character.", "Remove it.")
 
 
 def check_acp(config: Config) -> Iterator[Problem]:
-    """Yield what contradicts the agents."""
+    """Yield settings of `acp` that contradict the agents."""
     name = config.acp.default_agent
     if name is not None and name not in config.acp_agent_ids and not _is_unlisted_program(config, name):
         yield Problem(
@@ -61,7 +61,7 @@ def _is_unlisted_program(config: Config, name: str) -> bool:
 
 
 def find_program_warnings(config: Config) -> Iterator[str]:
-    """Yield what is accepted but should be known."""
+    """Yield warnings about settings that are accepted."""
     default = config.acp.default_agent
     if default is not None and _is_unlisted_program(config, default):
         yield (
@@ -75,7 +75,7 @@ def find_program_warnings(config: Config) -> Iterator[str]:
         if program is None:
             continue
         if not config.acp.enabled:
-            yield f"'acp.enabled' is false, so agent {agent_id!r}, which is an ACP program, answers nothing."
+            yield f"'acp.enabled' is false, so agent {agent_id!r}, which is an ACP program, cannot answer."
         if shutil.which(str(expand_home(program.argv[0]))) is None:
             install = (
                 KNOWN_PROGRAMS[program.known_name][1]

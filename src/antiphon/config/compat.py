@@ -120,14 +120,14 @@ FOREIGN_KEY_ADVICE: dict[str, str] = {
     "requestTimeoutMs": "the timeout of a call is in seconds. Use 'timeout'.",
     "connectionTimeoutMs": "a server has 30 seconds to start. Remove it.",
     **dict.fromkeys(
-        ("alwaysAllow", "autoApprove"), "no call is asked about by default. Use 'ask' for those that are."
+        ("alwaysAllow", "autoApprove"), "calls need no approval by default. Use 'ask' for those that do."
     ),
-    "oauth": "a login is described by another key. Use 'auth' with type 'oauth', and run `antiphon mcp login`.",
+    "oauth": "logins have another key. Use 'auth' with type 'oauth', and run `antiphon mcp login`.",
     **dict.fromkeys(
         ("sslVerify", "clientCert", "clientKey"),
         "certificates are those of the system, and always verified. Use 'headers' or a login.",
     ),
-    "supportsParallelToolCalls": "calls of a server run side by side. Remove it.",
+    "supportsParallelToolCalls": "calls of a server run concurrently. Remove it.",
     "tools.message": "posting follows the send policy. Use 'session.sendPolicy' and 'tools.sessions'.",
     "tools.swarm": "sub-agents have limits of their own. Use 'agents.defaults.subagents'.",
     "tools.media": (

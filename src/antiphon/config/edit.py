@@ -72,7 +72,7 @@ def remove_member(path: Path, keys: Sequence[str]) -> None:
 
 
 def format_member(keys: Sequence[str], value: object) -> str:
-    """Return what a person can paste into the config."""
+    """Return the text of a member for a person to paste into the config."""
     return _Style().format_value(_nest(keys, value), "")
 
 

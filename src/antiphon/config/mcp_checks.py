@@ -83,18 +83,20 @@ def _check_texts(path: str, server: McpServerConfig) -> Iterator[Problem]:
     for name in server.env:
         if not name or "=" in name or "\0" in name:
             yield Problem(
-                f"{path}.env", f"{name[:80]!r} in {path + '.env'!r} is not a variable.", "Use a plain name."
+                f"{path}.env",
+                f"{name[:80]!r} in {path + '.env'!r} is not a valid variable name.",
+                "Use a name without '=' and NUL characters.",
             )
     for name in server.headers:
         if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
             yield Problem(
                 f"{path}.headers",
-                f"{name[:80]!r} in {path + '.headers'!r} is not a header.",
-                "Use a plain name.",
+                f"{name[:80]!r} in {path + '.headers'!r} is not a valid header name.",
+                "Use letters, digits and '-'.",
             )
     for text in (server.command or "", *server.args, server.directory or ""):
         if "\0" in text:
-            yield Problem(path, f"{path!r} has a text with a NUL character.", "Remove it.")
+            yield Problem(path, f"{path!r} contains a NUL character.", "Remove it.")
     if server.enabled_tools is not None and not server.enabled_tools:
         yield Problem(
             f"{path}.enabledTools",

@@ -21,7 +21,7 @@ MAX_CACHED_SELECTIONS = 1024
 
 
 class OutputListener(Protocol):
-    """Shows people what a call has printed so far. It may be missed; the result has all of it."""
+    """Shows people what a call has printed so far. Updates may be skipped; the result has all of the output."""
 
     def is_listening(self) -> bool:
         """Whether the output would reach a listener now."""

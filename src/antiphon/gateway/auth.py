@@ -124,7 +124,7 @@ class Authenticator:
             raise limit
         self.check_origin(origin)
         if any(secret.startswith(PROGRAM_SECRET_PREFIX) for secret in secrets):
-            raise Unauthorized(  # not counted: the program of a session must not lock out its owner
+            raise Unauthorized(  # not counted as a failure, so that the program of a session cannot lock out its owner
                 "unauthorized: the secret of a program is only valid at /mcp, while the program runs.",
                 CREDENTIALS_HINT,
                 code=self._build_error_code("MISMATCH"),

@@ -148,7 +148,7 @@ BeginCall = Callable[[], Coroutine[Any, Any, ToolOutput]]
 
 
 class McpClient(Protocol):
-    """Who asks, and what it may do."""
+    """A client of `/mcp`, and what it may do."""
 
     @property
     def instructions(self) -> str: ...
@@ -260,22 +260,22 @@ class SessionProvider:
             return (await tool_invocations.call_tool(tool, call)).result
         loop = asyncio.get_running_loop()
         started = loop.time()
-        patience = asked + tool_invocations.TOOL_TIMEOUT_SECONDS  # the tool itself ends the wait before
+        call_timeout = asked + tool_invocations.TOOL_TIMEOUT_SECONDS  # the tool itself ends the wait before
         if report_progress is None and asked > MAX_WAIT_SECONDS:
-            patience = MAX_WAIT_SECONDS
+            call_timeout = MAX_WAIT_SECONDS
         answering = asyncio.ensure_future(tool_invocations.call_tool(tool, call))
         closing = asyncio.ensure_future(self._closing.wait())
         try:
             while not answering.done() and not closing.done():
                 waited = loop.time() - started
-                if waited >= patience:
+                if waited >= call_timeout:
                     break
                 if report_progress is not None and waited >= PROGRESS_SECONDS:
                     self._client.require_valid()
                     await report_progress(round(waited), asked, f"Waiting for the reply for {waited:.0f} s.")
                 await asyncio.wait(
                     {answering, closing},
-                    timeout=min(PROGRESS_SECONDS, patience - waited),
+                    timeout=min(PROGRESS_SECONDS, call_timeout - waited),
                     return_when=asyncio.FIRST_COMPLETED,
                 )
             if answering.done():

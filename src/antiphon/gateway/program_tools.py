@@ -1,7 +1,7 @@
 """Offers the programs of ACP agents the tools of their own sessions, over MCP.
 
-A program on this machine uses `/mcp` with a secret that is valid there only, for its session only, and while it runs
-only. It is told the secret as a header, or starts `antiphon mcp serve`, which reads it from a private file: it is never
+A program on this machine uses `/mcp` with a secret that is valid only there, only for its session, and only while it
+runs. It is told the secret as a header, or starts `antiphon mcp serve`, which reads it from a private file: it is never
 in a command line, where every user could read it. A program in a sandbox opens a socket on the loopback inside, which
 nothing else can reach, and is answered there without any secret; the rest of the gateway stays out of its reach.
 
@@ -142,7 +142,7 @@ class ProgramToolServer:
             return None
         if read_session_key(headers) not in (None, tools.session_key):
             raise Forbidden(
-                f"This secret is that of the program of {tools.session_key!r}, and of no other session.",
+                f"This secret is valid for the session {tools.session_key!r} only.",
                 "Leave the header X-Antiphon-Session-Key out.",
             )
         return tools
@@ -169,7 +169,7 @@ class ProgramTools:
     def offer(
         self, server: dict[str, Any], release: Callable[[], object], secret_file: Path | None = None
     ) -> None:
-        """Note where it is answered. `release` ends that."""
+        """Set the MCP server that the program is told to use. `release` withdraws it."""
         self.server, self._release, self._secret_file = server, release, secret_file
 
     @property
@@ -210,7 +210,9 @@ class ProgramTools:
 
     def require_valid(self) -> None:
         if not self.is_valid:
-            raise Unauthorized("The program of this secret has ended.", "Start another one.")
+            raise Unauthorized(
+                "The program that this secret was issued for has ended.", "Start the program again."
+            )
 
     async def make_call(self, call: BeginCall) -> ToolOutput:
         """Await a tool until the turn ends."""
@@ -221,7 +223,8 @@ class ProgramTools:
             )
         if len(self._calls) >= MAX_CALLS_PER_PROGRAM:
             raise Unavailable(
-                f"{MAX_CALLS_PER_PROGRAM} calls of this program are waiting.", "Wait for one of them."
+                f"{MAX_CALLS_PER_PROGRAM} calls of this program are waiting.",
+                "Wait for one of them to finish.",
             )
         task = asyncio.create_task(call())
         self._calls.add(task)
@@ -231,7 +234,7 @@ class ProgramTools:
         finally:
             await cancel_and_wait(task)
         if task.cancelled():
-            raise Conflict("The turn has ended.", "Look what the call has done before you repeat it.")
+            raise Conflict("The turn has ended.", "Check what the call has done before you repeat it.")
         return task.result()
 
 

@@ -101,7 +101,7 @@ class DeliveryView(View, frozen=True, kw_only=True):
     next_at: int | None = None
     expires_at: int | None = None
     parts: int | None = None
-    """How many messages of its chat service it is, once that is known."""
+    """How many messages of the chat service it was split into, once that is known."""
     parts_sent: int | None = None
     settled_at: int | None = None
 

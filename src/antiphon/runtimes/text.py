@@ -110,7 +110,7 @@ def cut_middle(text: str, most: int) -> str:
 
 
 def decode_foreign_json(data: bytes) -> object:
-    """Return a JSON value, also one with halves of surrogate pairs, which some programs send.
+    """Return a JSON value, even one with unpaired surrogates, which some programs send.
 
     Raises:
         ValueError, RecursionError: it is not JSON, or nested too deeply.

@@ -1,7 +1,7 @@
-"""Runtimes that answer a whole turn, tools included, and keep a memory of their own, such as ACP programs.
+"""Runtimes that answer a whole turn, tools included, and keep their own memory, such as ACP programs.
 
-The engine gives such a runtime a `TurnHost`: what the runtime says is committed to the transcript there, and people are
-asked there. A turn that a crash cut off is not continued but told about: its calls are in the transcript.
+The engine gives such a runtime a `TurnHost`, which commits what the runtime says to the transcript and asks people. A
+turn that a crash interrupted is not continued: the runtime is told about it, and its calls are in the transcript.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PermissionQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnHost(Protocol):
-    """What the engine does for a runtime during a turn."""
+    """The services of the engine for a runtime during a turn."""
 
     @property
     def identity(self) -> TurnIdentity: ...

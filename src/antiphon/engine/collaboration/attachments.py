@@ -404,7 +404,7 @@ def _open_subdirectory(parent: int, name: str, *, make: bool) -> Generator[int]:
 
 
 def _give_to_owner_of(parent: int, file: int) -> None:
-    """Let what root creates belong to the user that works in the directory, as commands run as that user."""
+    """Give what root creates to the owner of the directory, since commands run as that user."""
     if os.geteuid() == 0:
         owner = os.fstat(parent)
         os.fchown(file, owner.st_uid, owner.st_gid)

@@ -322,7 +322,7 @@ class Outbox(msgspec.Struct):
         return _DeliveryOutcome("ambiguous", error, may_have_been_sent=True)
 
     def _build_wait(self, row: Row, error: NotSent) -> _DeliveryOutcome:
-        """A message that was not sent is tried again until it expires."""
+        """Return the outcome of a message that was not sent: another attempt, until it expires."""
         if error.retry_after is None:
             return _DeliveryOutcome(
                 "pending", str(error), next_at=self._compute_retry_time(row["attempts"] + 1)

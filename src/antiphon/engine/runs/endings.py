@@ -153,7 +153,7 @@ async def expire_queued_run(tx: Tx, row: Row, session_key: str, now: int) -> Eff
     """End a queued run whose deadline has passed. Its message stays in the queue as a note.
 
     So it is added to the transcript in its turn, marked as not answered: nothing may come between the entries of the
-    run before it, and the runs after it are to know of it.
+    run before it, and the runs after it must see it.
     """
     ending, run = TIMED_OUT_BEFORE_START_ENDING, identify_run(row, session_key, "")
     question = _find_question(row)

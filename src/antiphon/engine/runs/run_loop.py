@@ -93,7 +93,7 @@ class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     """The configured id of the model; replaces a model name from the provider that is unsafe to show."""
     session_tool_names: Set[str] = frozenset()
-    """The tools of the session that a runtime with tools of its own may offer besides (`TurnIdentity`)."""
+    """The tools of the session that a runtime with its own tools may offer in addition (`TurnIdentity`)."""
 
 
 class RunLoop:
@@ -161,12 +161,12 @@ class RunLoop:
         )
 
     async def _run_whole_turn(self, runtime: TurnRuntime) -> RunEnding:
-        """Let the runtime answer with tools of its own."""
+        """Let the runtime answer the turn with its own tools."""
         claim, setup = self._claim, self._setup
         if claim.options is not None and claim.options.tools:
             raise InvalidInput(
-                f"Agent {claim.agent_id!r} is a program with tools of its own; it takes none from a request.",
-                "Leave 'tools' out, or ask another agent.",
+                f"Agent {claim.agent_id!r} is a program with its own tools, so requests cannot add any.",
+                "Leave out 'tools', or use another agent.",
                 field="tools",
             )
         host = EngineTurnHost(

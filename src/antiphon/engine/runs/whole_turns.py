@@ -1,4 +1,4 @@
-"""The engine's side of a runtime that answers whole turns: commits, approvals, and what it has missed."""
+"""Serves a runtime that answers whole turns: commits, approvals, and the entries that it has missed."""
 
 from __future__ import annotations
 

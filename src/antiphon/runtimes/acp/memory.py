@@ -1,6 +1,6 @@
-"""What is kept of a program's memory between two processes: its own session id, and what it has been told.
+"""Stores what another process of a program needs to continue: its session id, and what it has been told.
 
-The memory itself belongs to the program and is on this machine, so this is a file beside it and no row.
+The memory itself belongs to the program and is on this machine, so this is a file on the same machine and not a row.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MemoryFiles:
             self._locate(conversation).unlink()
 
     def prune(self) -> None:
-        """Remove what nothing has used for long."""
+        """Remove files that were not used for `KEPT_DAYS`."""
         before = time.time() - KEPT_DAYS * 86_400
         with suppress(OSError):
             for path in self._directory.iterdir():

@@ -1,7 +1,7 @@
-"""What happens when a program asks for permission: by the kind of the call and the agent's policy for commands.
+"""Decides permission requests of programs, by the kind of the call and the agent's policy for commands.
 
-A program is answered with one of its own options, chosen by their kinds and never by their order. What a person always
-allows is remembered here, as the whole call, and the program is never told more than `once`.
+A program is answered with one of its own options, chosen by their kinds and never by their order. If a person allows a
+call permanently, Antiphon stores the whole call; the program is never told more than `once`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PermissionRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide(kind: ToolKind, rules: PermissionRules) -> Decision:
-    """Return what happens to a call. The policy for commands counts where it was made for the place of the program."""
+    """Return the decision about a call. The policy for commands counts if it is for where the program runs."""
     settings = rules.settings
     if settings.security == "deny" and kind not in rules.allowed_kinds:
         return "refuse"

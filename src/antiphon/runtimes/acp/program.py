@@ -1,7 +1,7 @@
 """A running ACP program: its process, and the connection to it.
 
-The library carries requests and answers; what it is given to carry is bounded here. This module imports it, which takes
-a third of a second, so it is itself imported when the first program is started.
+The library carries requests and answers; the size of messages and the waits are bounded here. This module imports it,
+which takes a third of a second, so it is itself imported when the first program is started.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _McpCapabilities(msgspec.Struct, rename="camel"):
 
 
 class Capabilities(msgspec.Struct, rename="camel"):
-    """What a program says it can do, as far as it matters here."""
+    """The capabilities of a program that matter here."""
 
     load_session: bool | None = None
     prompt_capabilities: _PromptCapabilities | None = None
@@ -85,7 +85,7 @@ class _OpenedSession(msgspec.Struct, rename="camel"):
 
 
 class ProgramClient(Protocol):
-    """What a program tells and asks."""
+    """Receives the updates and the permission requests of a program."""
 
     def take_update(self, update: Json) -> None: ...
 
@@ -93,7 +93,7 @@ class ProgramClient(Protocol):
 
 
 class _PipeTransport:
-    """Carries one JSON message per line. Lines that are none, such as logs, are ignored."""
+    """Carries one JSON message per line. Other lines, such as logs, are ignored."""
 
     def __init__(self, process: ChildProcess, stdout: asyncio.StreamReader) -> None:
         self._process = process

@@ -1,6 +1,6 @@
-"""What a program needs to use the tools of its session: opened when it starts, closed when it ends.
+"""The interface for a program's use of its session's tools: opened when it starts, closed when it ends.
 
-Who serves them is above this package: the gateway does (`gateway/program_tools.py`), over MCP.
+The implementation is above this package: the gateway serves the tools over MCP (`gateway/program_tools.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The processes of ACP agents: one per session, started by its first turn and ended when nothing has used it for long.
 
 A program is lost when its process ends during a turn: the turn fails with the reason, and the next one starts another
-process, which loads the conversation if the program can do that. If it cannot, it reads what it has missed.
+process, which loads the conversation if the program supports that. Otherwise, the program is given what it has missed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _STOP_REASONS: dict[object, StopReason] = {
 
 
 class LaunchableProgram(Protocol):
-    """How the program of a session is started (`workspace.agent_programs`)."""
+    """A session's program, ready to be started (`workspace.agent_programs`)."""
 
     @property
     def command(self) -> ChildCommand: ...
@@ -176,7 +176,7 @@ class AgentSession:
                 return
 
     async def _settle(self, program: AcpProgram, answering: asyncio.Task[Json]) -> None:
-        """End a cancelled turn of the program, or the program if it does not end it."""
+        """Wait until the program ends a cancelled turn, or end the program."""
         if not answering.done():
             await program.cancel()
             await asyncio.wait([answering], timeout=CANCEL_GRACE_SECONDS)
@@ -202,7 +202,7 @@ class AgentSession:
         )
 
     def _read_usage(self, answer: Json) -> TokenUsage | None:
-        """Return the tokens of the turn, if the program tells. By the protocol they are those of the whole session."""
+        """Return the tokens of the turn, if known. By the protocol, programs report those of the whole session."""
         usage = answer.get("usage")
         names = ("inputTokens", "outputTokens", "cachedReadTokens", "cachedWriteTokens", "totalTokens")
         found = cast("Json", usage) if isinstance(usage, dict) else {}
@@ -224,7 +224,7 @@ class AgentSession:
         )
 
     def _take_cost(self) -> Cost | None:
-        """Return what the turn has cost, if that is known: programs tell the cost of the session."""
+        """Return the cost of the turn, if it is known: programs report the cost of the session."""
         before, now = self._cost, self._latest_cost
         if now is None:
             return None
@@ -265,7 +265,7 @@ class AgentSession:
         )
 
         async def ask() -> bool:
-            await recorder.flush()  # the call is in the transcript before anybody is asked
+            await recorder.flush()  # the call must be in the transcript before a person is asked
             return await host.ask(question)
 
         asking = asyncio.create_task(ask())
@@ -364,8 +364,8 @@ class AgentSession:
     ) -> list[Json]:
         if prompt.sampling is not None:
             raise InvalidInput(
-                f"Agent {prompt.agent_id!r} is a program, which takes no settings of a model.",
-                "Leave 'temperature' and the like out, or ask another agent.",
+                f"Agent {prompt.agent_id!r} is a program, which does not accept model settings.",
+                "Leave out 'temperature' and similar fields, or use another agent.",
                 field="temperature",
             )
         blocks: list[Json] = []
@@ -486,7 +486,7 @@ class AcpSessions:
                 await self._has_changed.wait()
 
     async def _sweep(self) -> None:
-        """End the processes that nothing has used for long."""
+        """End the processes that were idle for too long."""
         await asyncio.to_thread(self._memories.prune)
         ttl_seconds = 60 * self._config.acp.runtime.ttl_minutes
         while ttl_seconds:
@@ -529,4 +529,4 @@ class AcpRuntime(TurnRuntime):
         return await self._sessions.run_turn(self._agent, prompt, host, deltas)
 
     async def close(self) -> None:
-        """Does nothing: the processes belong to `AcpSessions`."""
+        """Do nothing: the processes belong to `AcpSessions`."""

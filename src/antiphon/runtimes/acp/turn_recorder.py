@@ -179,14 +179,14 @@ class TurnRecorder:
                 pass  # plans, modes and commands are the program's own
 
     def apply_call(self, update: Json, *, starts: bool = False) -> RecordedCall | None:
-        """Apply an update of a call, which may be the first that is heard of it."""
+        """Apply an update of a call, which may be the first one."""
         program_id = update.get("toolCallId")
         if not isinstance(program_id, str) or self.fault is not None:
             return None
         call = self._calls.get(program_id)
         if call is None:
             if len(self._calls) >= MAX_CALLS_PER_TURN:
-                self._fail(f"It made more than {MAX_CALLS_PER_TURN} tool calls in one turn.")
+                self._fail(f"The program made more than {MAX_CALLS_PER_TURN} tool calls in one turn.")
                 return None
             call = self._calls[program_id] = RecordedCall(program_id, self._make_call_id(program_id))
             self._blocks.append(call)
@@ -200,7 +200,7 @@ class TurnRecorder:
             return
         self._characters += len(text)
         if self._characters > MAX_TEXT_CHARACTERS_PER_TURN:
-            self._fail("It wrote more than a turn may have.")
+            self._fail(f"The program wrote more than {MAX_TEXT_CHARACTERS_PER_TURN} characters in one turn.")
             return
         last = self._blocks[-1] if self._blocks else None
         if not isinstance(last, _Piece) or last.is_thinking != is_thinking:
@@ -210,7 +210,7 @@ class TurnRecorder:
         (self._deltas.thinking if is_thinking else self._deltas.text)(text)
 
     def _fail(self, what: str) -> None:
-        self.fault = AgentProgramFailed(what, "Ask for less at once.")
+        self.fault = AgentProgramFailed(what, "Ask for less in one message.")
         self.has_work.set()
 
     def _make_call_id(self, program_id: str) -> str:
