@@ -102,7 +102,7 @@ async def test_a_host_that_is_not_listed_is_refused_with_the_key_to_change(targe
         for request in (f"CONNECT {target} HTTP/1.1\r\n\r\n".encode(), build_get(f"http://{target}/")):
             answer = (await exchange(port, request)).decode()
             assert answer.startswith("HTTP/1.1 403 Forbidden\r\n")
-            assert f"the operator adds '{target}' to 'agents.defaults.sandbox.allowHosts'" in answer
+            assert f"the operator can add '{target}' to 'agents.defaults.sandbox.allowHosts'" in answer
         assert list(proxy.refused) == [target]
 
 

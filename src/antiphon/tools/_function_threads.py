@@ -1,6 +1,6 @@
-"""Threads of their own for the functions of users, which may block for as long as they like.
+"""Runs functions of users in separate threads, since they may block for any time.
 
-The gateway's own work in threads, such as looking up names, does not wait for them, and neither does its end.
+The gateway's own work in threads, such as looking up names, does not wait for them, and neither does its shutdown.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Outcome: TypeAlias = tuple[Any, BaseException | None]
 
 
 class FunctionThreads:
-    """Runs blocking functions. One that is not waited for any more still counts until it returns."""
+    """Runs blocking functions. An abandoned one still counts until it returns."""
 
     def __init__(self, max_threads: int = MAX_FUNCTION_THREADS) -> None:
         self._free = asyncio.Semaphore(max_threads)

@@ -1,4 +1,4 @@
-"""How the program of an ACP agent is started: on this machine, or in the sandbox of its session.
+"""Prepares the programs of ACP agents to be started: on this machine, or in the sandbox of a session.
 
 A sandboxed session's program runs in that very sandbox, with the network that the agent's settings give it, or not at
 all.
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class PreparedProgram(msgspec.Struct, frozen=True, kw_only=True):
-    """The complete description of a process, and what has to be given back."""
+    """The complete description of a process, and how to release what it uses."""
 
     command: ChildCommand
     cwd: str
-    """The directory it works in, by the name that it has there."""
+    """The directory it works in, as the process sees it."""
     is_sandboxed: bool
     tools_listener: asyncio.Future[socket.socket] | None = None
     """The socket that it opens for the tools of its session, in a sandbox that can have one."""
@@ -125,7 +125,7 @@ class AgentProgramLauncher:
 
 
 def _open_tools_channel() -> tuple[asyncio.Future[socket.socket], int, Callable[[], None]]:
-    """Return the socket to come, the descriptor over which it comes, and what closes both."""
+    """Return a future socket, the descriptor that it will arrive over, and a function that closes both."""
     arrived: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
     channel = ListenerChannel(arrived.set_result)
 

@@ -1,6 +1,6 @@
 """The sandbox `docker`: commands in a container, one for all sessions that see the same directories.
 
-A container is found by its name, which is made of everything that it is created from, so changed settings lead to
+A container is found by its name, which is derived from everything that it is created from, so changed settings lead to
 another one. Before its first use, files in its directories prove that the engine mounts those of this gateway: an
 engine elsewhere, or a gateway that runs in a container itself, has others. What ends a command is in `docker_launcher`.
 """
@@ -78,7 +78,7 @@ done 2> /dev/null
 
 
 class ContainerPlan(msgspec.Struct, frozen=True):
-    """A container to be: its name, and what the engine is asked to create."""
+    """A container to create: its name, and the request to the engine."""
 
     name: str
     body: Json
@@ -109,7 +109,7 @@ class Docker:
         self._plans: dict[tuple[Mount, ...], ContainerPlan] = {}
         self._container_ids: dict[tuple[Mount, ...], str] = {}
         self._unproven_targets: set[str] = set()  # own directories that were too full for a proof
-        self._proven: dict[str, str] = {}  # since when each container has run whose directories are proven
+        self._proven: dict[str, str] = {}  # start times of the containers whose directories are proven
 
     # --- the container ---
 
@@ -133,7 +133,7 @@ class Docker:
                 await self._engine.remove_container(plan.name)
                 if found is not None and found["State"]["ExitCode"] in _NO_SUCH_PROGRAM_STATUSES:
                     raise self._build_image_failure()
-                raise BackendFailed("its container ends by itself", "look at the log of the engine")
+                raise BackendFailed("its container stops by itself", "check the log of the engine")
             container_id, started = found["Id"], found["State"]["StartedAt"]
             if self._proven.get(plan.name) != container_id + started:
                 try:
@@ -161,7 +161,7 @@ class Docker:
         if image is None:
             raise BackendFailed(
                 f"the image {docker.image!r} is not on this machine",
-                f"run `docker pull {docker.image}`, or set 'sandbox.docker.image' to one that is there",
+                f"run `docker pull {docker.image}`, or set 'sandbox.docker.image' to one that is",
             )
         self._check_socket_is_hidden(mounts)
         body = self._build_container(mounts, image["Id"])
@@ -180,7 +180,7 @@ class Docker:
         for mount in mounts:
             if socket.is_relative_to(mount.path.resolve()):
                 raise BackendFailed(
-                    f"{str(mount.path)!r} holds the socket of the engine, which would give commands this machine",
+                    f"{str(mount.path)!r} contains the engine's socket, by which commands could control this machine",
                     "remove the bind, or choose another workspace",
                 )
 
@@ -300,7 +300,7 @@ class Docker:
     # --- the proof of its directories ---
 
     async def _prove_directories(self, container_id: str, mounts: Sequence[Mount]) -> None:
-        """Check that what is in our directories is seen inside, and what is written inside is seen here.
+        """Check that files from here can be read inside the container, and files from inside can be read here.
 
         A directory on a full disk takes no file. Its number must be the same inside (`find_fault`).
 
@@ -427,7 +427,7 @@ def _build_tmpfs(entries: Sequence[str], targets: set[str]) -> dict[str, str]:
 
 
 def _list_sources(mounts: Sequence[Mapping[str, str]]) -> set[tuple[str, str]]:
-    """Return which directory is mounted where."""
+    """Return pairs of a mounted directory and its target."""
     return {(mount["Source"], mount.get("Target") or mount.get("Destination", "")) for mount in mounts}
 
 

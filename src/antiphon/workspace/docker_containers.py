@@ -1,7 +1,7 @@
 """The containers of sandboxed sessions: listed, and removed when nothing has used them for a while.
 
-A container is used whenever a command of its directories starts, which is recorded at these directories. One in which a
-command runs is never removed.
+Each start of a command records a use of the container in its directories. A container in which a command runs is never
+removed.
 """
 
 from __future__ import annotations

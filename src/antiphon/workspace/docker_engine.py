@@ -69,7 +69,7 @@ class DockerEngine:
         body: object = None,
         seconds: float = REQUEST_TIMEOUT_SECONDS,
     ) -> Any:
-        """Return the answer to a request: what its JSON holds, or its bytes.
+        """Return the answer to a request: the decoded JSON, or the bytes.
 
         Raises:
             EngineRefused: the engine refuses it.
@@ -87,7 +87,7 @@ class DockerEngine:
         except httpx2.HTTPError as error:
             raise BackendFailed(
                 f"the Docker engine does not answer ({type(error).__name__} for {method} {path})",
-                "look at its log, for example with `journalctl -u docker`",
+                "check its log, for example with `journalctl -u docker`",
             ) from None
         is_json = answer.headers.get("content-type", "").startswith("application/json")
         if answer.status_code >= 400:
@@ -126,7 +126,7 @@ class DockerEngine:
         return False
 
     async def remove_container(self, container_id: str) -> None:
-        """Remove a container with what runs in it, unless it has been removed."""
+        """Remove a container and everything that runs in it; one that is gone is no error."""
         try:
             await self.request("DELETE", f"/containers/{container_id}", params={"force": "true", "v": "true"})
         except EngineRefused as error:
@@ -157,7 +157,7 @@ async def explaining_refusals() -> AsyncGenerator[None]:
 
 
 def _connect(path: Path) -> None:
-    """Find out whether an engine can be asked.
+    """Check that an engine accepts connections.
 
     Raises:
         BackendFailed: it cannot be, and why.
@@ -170,7 +170,7 @@ def _connect(path: Path) -> None:
             name = _find_user_name()
             raise BackendFailed(
                 f"the user {name!r} may not use the Docker engine at {str(path)!r}",
-                f"run `usermod -aG docker {name}` and start the gateway in a new login",
+                f"run `usermod -aG docker {name}` and start the gateway from a new login",
             ) from None
         except OSError:
             raise BackendFailed(

@@ -1,4 +1,4 @@
-"""Runs a command in a container, and ends it when this process ends, however it does.
+"""Runs a command in a container, and ends it when this process ends for any reason.
 
 This file is a program by itself (`python -I -S docker_launcher.py DESCRIPTOR`) and imports nothing but the standard
 library. The descriptor holds what to run, as JSON. Its input, output and exit status are those of the command.
@@ -114,17 +114,17 @@ case $mode in
     ;;
 esac
 """
-"""Run inside by `/bin/sh`, with nothing but what is built into it: there may be no room for another process."""
+"""Run inside by `/bin/sh`, with built-in commands only: there may be no room for another process."""
 
 _UNLIMITED_KILOBYTES = 1 << 40
 
 
 class EngineFailed(Exception):
-    """The engine did not do what it was asked to; the text says why."""
+    """The engine failed to perform a request; the text says why."""
 
 
 class CommandInterrupted(Exception):
-    """How a command ended is not known; the text says so to its session."""
+    """It is unknown how a command ended; the text tells the session."""
 
 
 class EngineAbsent(EngineFailed):

@@ -17,7 +17,7 @@ MAX_WRITE_ATTEMPTS = 10
 
 
 class KeptFiles:
-    """A directory in every workspace that has the newest files of one kind."""
+    """A directory in each workspace for the newest files of one kind."""
 
     def __init__(self, locate: Callable[[Caller], SessionWorkspace], directory: str, max_files: int) -> None:
         self._locate = locate
@@ -53,7 +53,7 @@ class KeptFiles:
 
 
 def _write(directory: WorkspaceDirectory, path: str, data: bytes | None) -> None:
-    """Replace a file whatever it has, or delete it; calls side by side may write the same one."""
+    """Replace a file whatever its content is, or delete it. Concurrent calls may write the same file."""
     for attempt in range(MAX_WRITE_ATTEMPTS):
         try:
             directory.replace_files([plan_replacement(directory, path, data)], MAX_READ_BYTES)

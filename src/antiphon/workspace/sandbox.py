@@ -114,7 +114,7 @@ class Sandboxes:
         self._backend_keys: dict[str, tuple[object, ...]] = {}
         """By configured agent: every run asks, and the settings do not change."""
         self._refused: dict[str, _Selected | None] = {}
-        """By agent: that no backend may show its directories, or None if they were checked and may be shown."""
+        """By agent: the refusal of its directories, or None if they were checked and may be shown."""
         self._attested: OrderedDict[tuple[object, ...], None] = OrderedDict()
         self._selecting = asyncio.Lock()
 
@@ -235,7 +235,7 @@ class Sandboxes:
             return self._refused[agent.id] or self._selected[key]
 
     async def _find_refused(self, agent: AgentConfig, key: tuple[object, ...]) -> _Selected | None:
-        """Select the backend of an agent; return that it cannot be used, if that is due to the agent's directories."""
+        """Select the backend of an agent. Returns a refusal if the agent's directories prevent its use, else None."""
         if refused := await asyncio.to_thread(self._check_directories, agent):
             return refused
         if key not in self._selected:
@@ -264,7 +264,7 @@ class Sandboxes:
         return _Selected(None, SandboxStatus(backend=None, faults=faults))
 
     def _check_directories(self, agent: AgentConfig) -> _Selected | None:
-        """Return that no backend works, if the agent's settings name a directory that no sandbox may show."""
+        """Return a refusal if the agent's settings name a directory that no sandbox may show, else None."""
         settings = agent.sandbox
         own = locate_sandboxes(agent, self._state_dir)
         mounts = [Mount(TEMPORARY_MOUNT, own), *parse_binds(settings.binds)]
@@ -280,7 +280,7 @@ class Sandboxes:
         return None
 
     def _find_owner_fault(self, agent: AgentConfig, backend: SandboxBackend) -> SandboxFault | None:
-        """Return that the workspace belongs to a user whose files are not those of commands. It stays theirs."""
+        """Return a fault if the workspace belongs to another user than commands, which does not change; else None."""
         if agent.workspace is None or backend.owner is None or not _can_change_workspace(agent.sandbox):
             return None
         work = locate_agent_workspace(agent, self._state_dir)

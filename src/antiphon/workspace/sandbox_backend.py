@@ -106,7 +106,7 @@ class SandboxBackend(Protocol):
     """The user id of commands, which is given what it may write; None if it is the gateway's own."""
 
     async def prepare(self, mounts: Sequence[Mount]) -> str:
-        """Provide what commands with these mounts share. Returns a text that is another one when it was made anew.
+        """Provide what commands with these mounts share. Returns a text that changes when it is made again.
 
         Raises:
             BackendFailed: it could not be provided.

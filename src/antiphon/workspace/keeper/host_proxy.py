@@ -155,9 +155,9 @@ class HostProxy:
         name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if len(self.refused) < MAX_KEPT_REFUSALS:
             self.refused[name] = None
-        cure = f"To allow it, the operator adds {name!r} to 'agents.defaults.sandbox.allowHosts'"
+        cure = f"To allow it, the operator can add {name!r} to 'agents.defaults.sandbox.allowHosts'"
         if "address" in fault:
-            cure = "To allow it, the operator adds the address to 'agents.defaults.sandbox.allowHosts'"
+            cure = "To allow it, the operator can add the address to 'agents.defaults.sandbox.allowHosts'"
         text = f"{name} {fault}. {cure} or to 'allowHosts' of the agent's own 'sandbox'."
         return RequestFailed("403 Forbidden", text)
 
@@ -168,7 +168,7 @@ class HostProxy:
         host_reader: asyncio.StreamReader,
         host_writer: asyncio.StreamWriter,
     ) -> None:
-        """Copy both ways until the host has sent everything, or nothing moves for a while.
+        """Copy in both directions until the host has sent everything, or no data moves for a while.
 
         Nothing waits in our own buffers then, so both ends can be aborted: closing one that does not read would wait
         for it for ever.
