@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from subprocess import Popen
 from typing import Any
 
+from antiphon.client import Client, Site
 from cli.terminal import BOUND, Program
 
 
@@ -52,3 +53,21 @@ def up(
 def token(program: Program) -> str:
     """The owner's, from its file."""
     return json.loads((program.state / "tokens.json").read_text())["tokens"][0]["token"]
+
+
+@asynccontextmanager
+async def connect(gateway: Gateway, program: Program) -> AsyncGenerator[Client]:
+    """A client with the owner's token."""
+
+    async def find() -> Site:
+        return Site(gateway.url, token(program))
+
+    async with Client(find) as client:
+        yield client
+
+
+async def send_and_wait(client: Client, text: str) -> dict[str, Any]:
+    """Send a message to the main session, and return how its run ended."""
+    sent = await client.call("chat.send", {"sessionKey": "main", "message": text, "idempotencyKey": text})
+    waiting = {"runId": sent["runId"], "timeoutMs": int(BOUND * 1000)}
+    return await client.call("agent.wait", waiting, seconds=BOUND)

@@ -16,10 +16,10 @@ import pytest
 from antiphon.client import Client
 from antiphon.errors import AntiphonError
 from antiphon.gateway.auth import PROGRAM_SECRET_PREFIX
-from cli.gateways import up
+from cli.gateways import connect, up
 from cli.terminal import Program
 from support.acp_agents import BOUND, CODER, OPERATOR, AcpFixture, open_acp_app
-from support.acp_gateways import connect, reply, send, wait_for_end
+from support.acp_gateways import reply, send, wait_for_end
 from support.client_models import ClientModel, ScriptedCall
 from support.gateway_http import echo
 from support.gateway_ws import open_gateway

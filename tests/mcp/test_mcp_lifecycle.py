@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from antiphon.client import Client, Site
 from antiphon.errors import McpServerUnavailable, ToolFailed
 from antiphon.mcp import servers
-from cli.gateways import token, up
+from cli.gateways import connect, up
 from cli.terminal import Program
 from support.mcp_servers import (
     BOUND,
@@ -363,12 +362,7 @@ async def test_a_killed_gateway_reports_its_call_and_starts_anew(
             Answer(calls=(Call("mcp__slow__hang", "{}", "call_1"),)), Answer(text=("I will check.",))
         )
         with up(program) as gateway:
-            site = Site(gateway.url, token(program))
-
-            async def find() -> Site:
-                return site
-
-            async with Client(find) as client:
+            async with connect(gateway, program) as client:
                 sent = await client.call(
                     "chat.send", {"sessionKey": "main", "message": "Go.", "idempotencyKey": "1"}
                 )
@@ -378,12 +372,7 @@ async def test_a_killed_gateway_reports_its_call_and_starts_anew(
                 lambda: find_processes(f"{MARK}={mark}") == [], "the server outlives its gateway"
             )
         with up(program) as gateway:
-            again = Site(gateway.url, token(program))
-
-            async def find_again() -> Site:
-                return again
-
-            async with Client(find_again) as client:
+            async with connect(gateway, program) as client:
                 ended = await client.call(
                     "agent.wait", {"runId": sent["runId"], "timeoutMs": int(BOUND * 1000)}, seconds=BOUND
                 )

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from antiphon.access import Caller
-from antiphon.client import Client, Site
 from antiphon.errors import ToolFailed
 from antiphon.mcp.results import (
     FILE_HASH_CHARACTERS,
@@ -21,8 +20,8 @@ from antiphon.mcp.results import (
     MAX_RESULT_CHARACTERS,
 )
 from antiphon.workspace.kept_files import MAX_RESULT_FILES, RESULT_FILES_DIRECTORY
-from cli.gateways import token, up
-from cli.terminal import BOUND, Program
+from cli.gateways import connect, send_and_wait, up
+from cli.terminal import Program
 from support.app_fixture import OPERATOR
 from support.mcp_server import PNG
 from support.mcp_servers import describe_stdio_server, open_client, run_http_server
@@ -199,18 +198,8 @@ async def test_an_agent_opens_the_file_of_a_result(
             Answer(text=("A dot.",)),
         )
         with up(program) as gateway:
-            site = Site(gateway.url, token(program))
-
-            async def find() -> Site:
-                return site
-
-            async with Client(find) as client:
-                sent = await client.call(
-                    "chat.send", {"sessionKey": "main", "message": "Draw.", "idempotencyKey": "1"}
-                )
-                ended = await client.call(
-                    "agent.wait", {"runId": sent["runId"], "timeoutMs": int(BOUND * 1000)}, seconds=BOUND
-                )
+            async with connect(gateway, program) as client:
+                ended = await send_and_wait(client, "Draw.")
             assert ended["reply"] == "A dot.", ended
             assert gateway.stop() == 0
     results = [message for message in provider.bodies[-1]["messages"] if message["role"] == "tool"]

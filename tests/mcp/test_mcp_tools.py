@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from antiphon.access import Caller
-from antiphon.client import Client, Site
 from antiphon.config import parse
 from antiphon.errors import ConfigError, McpServerUnavailable, ToolFailed
 from antiphon.mcp import server_actor
@@ -19,7 +18,7 @@ from antiphon.mcp.listings import Listing, RawTool, build_listing, locate_direct
 from antiphon.mcp.offers import list_offers
 from antiphon.mcp.results import MAX_RESULT_CHARACTERS
 from antiphon.tool_selection import ToolAudience
-from cli.gateways import token, up
+from cli.gateways import connect, send_and_wait, up
 from cli.terminal import BOUND, Program
 from support.mcp_servers import (
     MAIN,
@@ -345,18 +344,8 @@ async def test_a_gateway_offers_the_tools_of_its_servers(
             Answer(text=("It is 42.",)),
         )
         with up(program) as gateway:
-            site = Site(gateway.url, token(program))
-
-            async def find() -> Site:
-                return site
-
-            async with Client(find) as client:
-                sent = await client.call(
-                    "chat.send", {"sessionKey": "main", "message": "Add.", "idempotencyKey": "1"}
-                )
-                ended = await client.call(
-                    "agent.wait", {"runId": sent["runId"], "timeoutMs": int(BOUND * 1000)}, seconds=BOUND
-                )
+            async with connect(gateway, program) as client:
+                ended = await send_and_wait(client, "Add.")
                 status = (await client.call("mcp.status"))["servers"]
             assert ended["reply"] == "It is 42.", ended
             assert gateway.stop() == 0

@@ -13,10 +13,10 @@ import pytest
 
 from antiphon.client import Client
 from antiphon.gateway.auth import PROGRAM_SECRET_PREFIX
-from cli.gateways import up
+from cli.gateways import connect, up
 from cli.terminal import Program
 from support.acp_agents import BOUND, CODER, describe_agents
-from support.acp_gateways import connect, reply, send, wait_for_end
+from support.acp_gateways import reply, send, wait_for_end
 from support.mcp_servers import find_command_lines, find_processes, wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only]

@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from typing import Any
 
-from antiphon.client import Client, Site
-from cli.gateways import Gateway, token
-from cli.terminal import Program
+from antiphon.client import Client
 from support.acp_agents import BOUND, CODER
-
-
-@asynccontextmanager
-async def connect(gateway: Gateway, program: Program) -> AsyncGenerator[Client]:
-    async def find() -> Site:
-        return Site(gateway.url, token(program))
-
-    async with Client(find) as client:
-        yield client
 
 
 async def send(client: Client, text: str, key: str) -> str:

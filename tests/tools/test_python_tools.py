@@ -14,12 +14,11 @@ import pytest
 
 import antiphon
 from antiphon.access import Caller
-from antiphon.client import Client, Site
 from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
 from antiphon.errors import ConfigError
 from antiphon.tools._function_threads import FunctionThreads
 from antiphon.tools.python_tools import build_python_tool, load_python_tools
-from cli.gateways import token, up
+from cli.gateways import connect, send_and_wait, up
 from cli.terminal import BOUND, Program
 from support.keepers import wait_until_true
 from support.model_provider import Answer, Call, Provider
@@ -205,12 +204,7 @@ async def test_a_function_that_blocks_does_not_delay_the_end_of_a_gateway(
     began = tmp_path / "began"
     (program.state / "my_tools.py").write_text(BLOCKING_MODULE.format(began=str(began)))
     with up(program) as gateway:
-        site = Site(gateway.url, token(program))
-
-        async def find() -> Site:
-            return site
-
-        async with Client(find) as client:
+        async with connect(gateway, program) as client:
             await client.call(
                 "chat.send", {"sessionKey": "main", "message": "call wait {}", "idempotencyKey": "1"}
             )
@@ -324,18 +318,8 @@ async def test_a_gateway_offers_the_configured_functions(
             Answer(text=("Three words.",)),
         )
         with up(program) as gateway:
-            site = Site(gateway.url, token(program))
-
-            async def find() -> Site:
-                return site
-
-            async with Client(find) as client:
-                sent = await client.call(
-                    "chat.send", {"sessionKey": "main", "message": "Count.", "idempotencyKey": "1"}
-                )
-                ended = await client.call(
-                    "agent.wait", {"runId": sent["runId"], "timeoutMs": int(BOUND * 1000)}, seconds=BOUND
-                )
+            async with connect(gateway, program) as client:
+                ended = await send_and_wait(client, "Count.")
             assert ended["reply"] == "Three words.", ended
             assert gateway.stop() == 0
     assert calls.read_text() == "one two three\n"

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from antiphon.client import Client, Site
-from cli.gateways import token, up
+from cli.gateways import connect, up
 from cli.terminal import BOUND, Program
 from support.docker_daemon import IMAGE, DockerDaemon
 from support.keepers import end_keeper, find_keeper, wait_until_gone, wait_until_running, wait_until_true
@@ -103,12 +102,7 @@ async def test_a_command_in_a_container_survives_its_gateway_and_ends_with_its_k
 
         try:
             with up(program) as gateway:
-                site = Site(gateway.url, token(program))
-
-                async def find() -> Site:
-                    return site
-
-                async with Client(find) as client:
+                async with connect(gateway, program) as client:
                     sent = await client.call(
                         "chat.send",
                         {"sessionKey": "main", "message": "killed", "idempotencyKey": "killed"},
@@ -123,12 +117,7 @@ async def test_a_command_in_a_container_survives_its_gateway_and_ends_with_its_k
                     await wait_until_gone(marker)
             (program.home / "work" / "go").touch()
             with up(program) as gateway:
-                site = Site(gateway.url, token(program))
-
-                async def find_again() -> Site:
-                    return site
-
-                async with Client(find_again) as client:
+                async with connect(gateway, program) as client:
                     ended = await client.call(
                         "agent.wait",
                         {"runId": sent["runId"], "timeoutMs": int(BOUND * 1000)},

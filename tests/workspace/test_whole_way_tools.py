@@ -8,9 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from antiphon.client import Client, Site
-from cli.gateways import token, up
-from cli.terminal import BOUND, Program
+from cli.gateways import connect, send_and_wait, up
+from cli.terminal import Program
 from support.model_provider import Answer, Call, Provider
 from support.search_service import SearchService
 
@@ -59,17 +58,8 @@ async def test_a_model_searches_remembers_schedules_and_posts(
             }
         )
         with up(program) as gateway:
-            site = Site(gateway.url, token(program))
-
-            async def find() -> Site:
-                return site
-
-            async with Client(find) as client:
-                sent = await client.call(
-                    "chat.send", {"sessionKey": "main", "message": "work", "idempotencyKey": "work"}
-                )
-                waiting = {"runId": sent["runId"], "timeoutMs": int(BOUND * 1000)}
-                ended = await client.call("agent.wait", waiting, seconds=BOUND)
+            async with connect(gateway, program) as client:
+                ended = await send_and_wait(client, "work")
                 assert (ended["status"], ended["reply"]) == ("ok", "done")
                 [job] = (await client.call("cron.list"))["jobs"]
                 assert (job["name"], job["agentId"]) == ("tea", "main")
