@@ -49,7 +49,7 @@ class AcpProgramConfig(Section):
     )
     mode: Literal["persistent", "oneshot"] = Field(
         default="persistent",
-        description="`oneshot`: each turn has a process of its own, which remembers no earlier turn.",
+        description="`oneshot`: each turn has a new process, which remembers no earlier turn.",
     )
     allow_kinds: ToolKinds | None = Field(default=None, description="Instead of `acp.allowKinds`.")
     backend: Text | None = Field(default=None, description="Accepted, but has no effect.")
@@ -92,14 +92,14 @@ class AcpConfig(Section):
     enabled: bool = True
     default_agent: AgentId | None = Field(
         default=None,
-        description="The agent that `sessions_spawn` with `runtime: 'acp'` takes if it names none.",
+        description="The agent for `sessions_spawn` with `runtime: 'acp'` and without an `agentId`.",
     )
     allowed_agents: AgentPatterns | None = Field(
         default=None,
         description="Agents that may be spawned with `runtime: 'acp'`. Default: any that may be spawned.",
     )
     max_concurrent_sessions: Count = Field(
-        default=16, description="Processes at the same time; idle ones end when others are needed."
+        default=16, description="Maximum number of processes; idle ones are ended when others are needed."
     )
     allow_kinds: ToolKinds = Field(
         default=DEFAULT_ALLOWED_KINDS,

@@ -54,7 +54,7 @@ class McpServerConfig(Section):
         description="Added to HOME, LOGNAME, PATH, SHELL, TERM and USER, the only variables that it inherits.",
     )
     cwd: Text | None = Field(default=None, description="Default: the home directory.")
-    working_directory: Text | None = Field(default=None, description="Another name of `cwd`.")
+    working_directory: Text | None = Field(default=None, description="Same as `cwd`.")
     url: Annotated[str, Field(pattern=WEB_ADDRESS_PATTERN)] | None = Field(
         default=None, description="The address of a server on streamable HTTP; it may be local."
     )
@@ -63,7 +63,7 @@ class McpServerConfig(Section):
         description="`${NAME}` in a text, also in `env`, stands for a variable of the gateway.",
     )
     type: McpTransport | None = Field(default=None, description="Default: `stdio` or `http`, by what is set.")
-    transport: McpTransport | None = Field(default=None, description="Another name of `type`.")
+    transport: McpTransport | None = Field(default=None, description="Same as `type`.")
     auth: Literal["oauth", "none"] | McpOAuth | None = Field(
         default=None,
         description="Default: OAuth if the server asks for it and `headers` has no Authorization.",
@@ -72,10 +72,10 @@ class McpServerConfig(Section):
         default=DEFAULT_CALL_TIMEOUT_SECONDS,
         gt=0,
         le=MAX_CALL_TIMEOUT_SECONDS,
-        description="Seconds for one call.",
+        description="Timeout of a call, in seconds.",
     )
     enabled: bool = True
-    disabled: bool = Field(default=False, description="Another way to write `enabled: false`.")
+    disabled: bool = Field(default=False, description="`true` is the same as `enabled: false`.")
     enabled_tools: Strings | None = Field(
         default=None,
         description="The tools to offer, by the server's names; `*` matches any text. Default: all.",
@@ -157,5 +157,6 @@ class McpConfig(Section):
     """The Model Context Protocol."""
 
     servers: McpServers = Field(
-        default_factory=dict[str, McpServerConfig], description="By the name that their tools carry."
+        default_factory=dict[str, McpServerConfig],
+        description="Servers by their names, which become part of the names of their tools.",
     )

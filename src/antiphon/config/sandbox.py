@@ -137,11 +137,13 @@ class SandboxDocker(Section):
     setup_command: Annotated[Text, BeforeValidator(_join_commands)] | None = Field(
         default=None, description="Script that runs once in a new container."
     )
-    pids_limit: Amount = Field(default=512, description="Processes of a container; 0 is the engine's limit.")
+    pids_limit: Amount = Field(
+        default=512, description="Maximum processes of a container; 0 is the engine's limit."
+    )
     memory: Size = Field(default=4 << 30, description="Memory of a container; 0 is no limit.")
     memory_swap: Size | None = Field(default=None, description="Memory and swap space together.")
     cpus: Annotated[float, Field(gt=0, le=MAX_NUMBER)] | None = Field(
-        default=None, description="Processors of a container."
+        default=None, description="Number of processors; may be a fraction."
     )
     ulimits: dict[str, Annotated[Ulimit, BeforeValidator(_parse_ulimit)]] = Field(
         default_factory=dict,

@@ -61,7 +61,7 @@ class Config(Section):
     mcp: McpConfig = Field(default_factory=McpConfig.model_construct)
     mcp_servers: McpServers = Field(
         default_factory=dict[str, McpServerConfig],
-        description="Servers as other programs write them: `mcp.servers`.",
+        description="Same as `mcp.servers`, under the name that other programs use.",
     )
     acp: AcpConfig = Field(default_factory=AcpConfig.model_construct)
     channels: dict[str, dict[str, Any]] = Field(

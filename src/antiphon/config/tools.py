@@ -318,7 +318,7 @@ class ToolsConfig(Section):
     deny: ToolNames = ()
     mcp_servers: McpServers = Field(
         default_factory=dict[str, McpServerConfig],
-        description="As `mcp.servers`, where other programs have it.",
+        description="Same as `mcp.servers`, under the name that other programs use.",
     )
     python: Annotated[tuple[PythonTarget, ...], Strict(False)] = Field(
         default=(),
