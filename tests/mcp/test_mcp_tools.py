@@ -277,8 +277,8 @@ def test_servers_with_alike_names_keep_their_tools_apart() -> None:
         ({"command": "x", "enabledTools": []}, "is empty"),
         ({"command": "x", "timeout": 0}, "timeout"),
         ({"command": "x", "tiemout": 1}, "tiemout"),
-        ({"command": "x", "env": {"A=B": "c"}}, "not a variable"),
-        ({"url": "http://localhost/mcp", "headers": {"A b": "c"}}, "not a header"),
+        ({"command": "x", "env": {"A=B": "c"}}, "not a valid variable"),
+        ({"url": "http://localhost/mcp", "headers": {"A b": "c"}}, "not a valid header"),
     ],
 )
 def test_what_cannot_work_is_refused(server: dict[str, Any], expected: str) -> None:

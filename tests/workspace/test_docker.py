@@ -426,7 +426,7 @@ async def test_what_is_missing_is_named_with_its_cure(
     profile = make_containers(state, {"seccompProfile": str(tmp_path / "absent.json")})
     assert "correct 'sandbox.docker.seccompProfile'" in await find_reason(profile)
     bind = make_containers(state, binds=[f"{engine.socket.parent}:/engine:ro"])
-    assert "holds the socket of the engine" in await find_reason(bind)
+    assert "contains the engine's socket" in await find_reason(bind)
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/absent.sock")
     reason = await find_reason(make_containers(state))
     assert f"no Docker engine answers at '{tmp_path}/absent.sock'" in reason
