@@ -144,7 +144,7 @@ FULL = """
                     { id: "two" }, { id: "org/three" }] },
     },
   },
-  channels: { telegram: { botToken: "t", allowFrom: [1] } },
+  channels: { telegram: { botToken: "t", allowFrom: [1] }, discord: { token: "t" } },
   gateway: {
     port: 0, bind: "custom", customBindHost: "10.0.0.1",
     auth: { mode: "password", token: { exec: ["pass", "show", "x"] }, password: "${GATEWAY_PASSWORD}" },
@@ -458,7 +458,7 @@ def test_settings_without_effect_are_told() -> None:
 
     assert "'session.store' has no effect" in warnings
     assert "'session.maintenance' has no effect" in warnings
-    assert "'channels' is accepted but has no effect in this release." in warnings
+    assert "'channels.discord' is accepted but has no effect in this release." in warnings
     assert "'bus.url' has no effect" not in warnings
     (warning,) = parse({"bus": {"url": "nats://localhost"}})[1]
     assert warning.startswith("'bus.url' has no effect without 'store.url'")
@@ -484,10 +484,8 @@ def test_each_key_without_effect_is_told_with_what_to_do_instead(place: str) -> 
         "fallbacks": (["p/m"], []),
         "backend": ("acpx", None),
         "resetTriggers": (["/fresh"], ["/new", "/reset"]),
-        "identityLinks": ({"ann": ["telegram:1"]}, {}),
         "threadBindings": ({"enabled": True}, {}),
         "maintenance": ({"mode": "warn"}, None),
-        "dmScope": ("per-peer", "main"),
         "delegationMode": ("prefer", None),
         "input": (["text", "image"], ["text"]),
         "reasoning": (True, False),
@@ -526,6 +524,7 @@ def sections(kind: object, step: str = "") -> Iterator[tuple[str, type[Section]]
 
 READ_WITHIN = {
     "$schema": "for editors",
+    "bindings.[].comment": "for people",
     "session.sendPolicy.rules.[].match.surface": "as channel_name",
     "models.mode": "there is nothing that could be merged or replaced",
     "session.compat.providerField": "rows always have it",
@@ -930,9 +929,14 @@ def test_config_of_a_related_gateway_loads_with_a_warning_for_each_foreign_part(
 
     foreign = re.compile(r"'([^']+)' (?:belongs to a feature|has no effect: )")
     named = {match[1] for text in warnings if (match := foreign.match(text))}
-    assert {"messages", "agents.list[0].heartbeat", "models.providers.p.authHeader", "gateway.mode"} <= named
+    assert {
+        "messages.queue",
+        "agents.list[0].heartbeat",
+        "models.providers.p.authHeader",
+        "gateway.mode",
+    } <= named
     assert "models.providers.p.models[0].compat" in named
-    assert len(named) == 22
+    assert len(named) == 21
     assert not [text for text in warnings if "sandbox.docker" in text]
     assert config.agents.defaults.workspace == "~/w"
     assert raw == pyjson5.decode(RELATED)
@@ -1410,7 +1414,8 @@ def test_a_fallback_that_nothing_has_refuses_nothing() -> None:
     [
         ({"telegram": {"allowFrom": [1, 2]}}, {}, True),
         ({"telegram": {"allowFrom": ["*"]}}, {}, True),
-        ({"telegram": {"dmPolicy": "open"}}, {}, True),
+        ({"telegram": {"dmPolicy": "open", "allowFrom": ["*"]}}, {}, True),
+        ({"whatsapp": {"dmPolicy": "open"}}, {}, True),
         ({"telegram": {"allowFrom": [1]}, "discord": {"dm": {"allowFrom": ["2"]}}}, {}, True),
         ({"telegram": {"accounts": {"a": {"allowFrom": [1]}, "b": {"allowFrom": [2]}}}}, {}, True),
         ({"telegram": {"allowFrom": [1, 2]}}, {"dmScope": "per-peer"}, False),
@@ -1447,11 +1452,10 @@ def test_one_session_for_several_senders_is_warned_of(
 def test_what_parts_or_joins_senders_is_not_to_be_left_out_again(
     channels: dict[str, Any], session: dict[str, Any]
 ) -> None:
-    none, advice = parse({"channels": channels})[1]
+    *others, advice = parse({"channels": channels})[1]
     assert "Set it to 'per-channel-peer'" in advice
-    assert parse({"channels": channels, "session": session})[1] == (none,)
-    [useless] = parse({"session": session})[1]
-    assert useless.endswith("Remove it.")
+    assert parse({"channels": channels, "session": session})[1] == tuple(others)
+    assert parse({"session": session})[1] == ()
 
 
 # Secrets
@@ -1514,7 +1518,7 @@ def test_no_secret_is_ever_shown(place: Callable[[object], dict[str, Any]], tail
 )
 def test_wrong_secret_is_refused_without_showing_it(index: int, wrong: object) -> None:
     raw = SECRET_PLACES[index](wrong)
-    if "channels" in raw or (wrong is None and "headers" not in str(raw)):
+    if wrong is None and "headers" not in str(raw):
         parse(raw)
         return
     error = refused(raw)

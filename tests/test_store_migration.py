@@ -329,6 +329,12 @@ async def test_every_row_is_there_and_numbers_go_on_behind_those_that_were_given
         "INSERT INTO delivery_parts (delivery, n, text, plain, started_at, message_id, sent_at)"
         " VALUES (1, 1, '<b>hi</b>', 'hi', 1, 'm1', 2)",
         "INSERT INTO channel_holds (account, until) VALUES ('telegram|', 5)",
+        "INSERT INTO inbound_events (channel, account, event_id, state, received_at, expires_at)"
+        " VALUES ('telegram', 'default', '1', 'decided', 1, 2)",
+        "INSERT INTO group_context (place, sender, text, sent_at) VALUES ('telegram|default|-1|', 'Ann', 'hi', 1)",
+        "INSERT INTO pairings (channel, account, sender, state, requested_at)"
+        " VALUES ('telegram', 'default', '7', 'approved', 1)",
+        "INSERT INTO channel_accounts (channel, account) VALUES ('telegram', 'default')",
     )
     before = rows_of(database)
     content = digest(database)
@@ -342,7 +348,7 @@ async def test_every_row_is_there_and_numbers_go_on_behind_those_that_were_given
     assert sorted(row[0] for row in after["session_names"]) == sorted(row[0] for row in before["sessions"])
     with closing(sqlite3.connect(database)) as connection:
         for table, last in connection.execute("SELECT name, seq FROM sqlite_sequence"):
-            column = "n" if table in {"runs", "jobs", "exchanges", "tasks", "deliveries"} else "id"
+            column = "n" if table in {"runs", "jobs", "exchanges", "tasks", "deliveries", "group_context"} else "id"
             number = f"pg_get_serial_sequence('{table}', '{column}')"
             assert ask(target, f"SELECT nextval({number})") == [(last + 1,)], table
     assert digest(database) == content, "the source is as it was"

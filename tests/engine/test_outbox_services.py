@@ -63,7 +63,7 @@ class StrictService:
     def get_pace(self, destination: Destination) -> Pace:
         return self.pace
 
-    def render(self, text: str) -> list[RenderedPart]:
+    def render(self, text: str, destination: Destination) -> list[RenderedPart]:
         pieces = [text[start : start + 3] for start in range(0, len(text), 3)]
         return [RenderedPart(f"<{piece}>", piece) for piece in pieces]
 

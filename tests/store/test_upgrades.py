@@ -181,6 +181,23 @@ UPGRADES = [
             "INSERT INTO channel_holds (account, until) VALUES ('discord|', 5)",
         ],
     ),
+    Upgrade(
+        21,
+        ["INSERT INTO channel_holds (account, until) VALUES ('telegram|', 5)"],
+        {
+            "SELECT until FROM channel_holds": [(5,)],
+            "SELECT count(*) FROM inbound_events": [(0,)],
+            "SELECT count(*) FROM group_context": [(0,)],
+        },
+        [
+            "INSERT INTO inbound_events (channel, account, event_id, state, received_at, expires_at)"
+            " VALUES ('telegram', 'default', '1', 'decided', 1, 2)",
+            "INSERT INTO group_context (place, sender, text, sent_at) VALUES ('telegram|default|-1|', 'Ann', 'hi', 1)",
+            "INSERT INTO pairings (channel, account, sender, state, requested_at)"
+            " VALUES ('telegram', 'default', '7', 'approved', 1)",
+            "INSERT INTO channel_accounts (channel, account) VALUES ('telegram', 'default')",
+        ],
+    ),
 ]
 RELEASED_SCHEMA = 8
 

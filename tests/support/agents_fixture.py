@@ -136,7 +136,7 @@ class RecordingChannel:
     def get_pace(self, destination: Destination) -> Pace:
         return Pace()
 
-    def render(self, text: str) -> list[RenderedPart]:
+    def render(self, text: str, destination: Destination) -> list[RenderedPart]:
         return [RenderedPart(text)]
 
     async def send(self, part: Part) -> Receipt:

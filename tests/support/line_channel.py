@@ -34,7 +34,7 @@ class LineChannel:
     def get_pace(self, destination: Destination) -> Pace:
         return Pace()
 
-    def render(self, text: str) -> list[RenderedPart]:
+    def render(self, text: str, destination: Destination) -> list[RenderedPart]:
         return [RenderedPart(piece) for piece in re.findall(rf"(?s).{{1,{PART_CHARACTERS}}}", text)]
 
     async def find(self, part: Part, since: int) -> Receipt | None:

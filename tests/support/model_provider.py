@@ -178,9 +178,9 @@ class Provider:
 
 
 @asynccontextmanager
-async def serve_asgi(app: Any) -> AsyncGenerator[str]:
+async def serve_asgi(app: Any, port: int = 0) -> AsyncGenerator[str]:
     """The address of an ASGI application on the loopback, for as long as the block lasts."""
-    with _socket(0) as listening:
+    with _socket(port) as listening:
         server = _Server(_config(app))
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         try:

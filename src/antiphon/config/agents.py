@@ -22,6 +22,7 @@ from antiphon.config.base import (
     Text,
     build_expected_error,
 )
+from antiphon.config.channels import MentionPatterns
 from antiphon.config.compat import ToolNames
 from antiphon.config.sandbox import EntrySandbox, SandboxConfig, merge_sandbox
 from antiphon.config.tools import (
@@ -181,6 +182,14 @@ class AgentDefaults(Section):
     )
 
 
+class AgentGroupChatConfig(Section):
+    """When a message in a group addresses this agent."""
+
+    mention_patterns: MentionPatterns | None = Field(
+        default=None, description="Instead of `messages.groupChat.mentionPatterns`."
+    )
+
+
 class AgentEntry(Section):
     """One agent."""
 
@@ -197,6 +206,7 @@ class AgentEntry(Section):
     subagents: EntrySubagents = Field(default_factory=EntrySubagents.model_construct)
     tools: EntryTools = Field(default_factory=EntryTools.model_construct)
     sandbox: EntrySandbox = Field(default_factory=EntrySandbox.model_construct)
+    group_chat: AgentGroupChatConfig = Field(default_factory=AgentGroupChatConfig.model_construct)
     bootstrap_max_chars: Count | None = None
     bootstrap_total_max_chars: Count | None = None
 

@@ -45,8 +45,8 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
     place: frozenset(keys.split())
     for place, keys in {
         "": (
-            "approvals audio auth bindings broadcast browser canvasHost cli commands"
-            " crestodian diagnostics discovery env logging media memory messages meta"
+            "approvals audio auth broadcast browser canvasHost cli commands"
+            " crestodian diagnostics discovery env logging media memory meta"
             " nodeHost plugins proxy secrets skills talk ui update web wizard"
         ),
         "session": "groupScope heartbeatIdleMinutes parentForkMaxTokens typingIntervalSeconds typingMode",
@@ -67,7 +67,7 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
         ),
         "agents.defaults.sandbox": _SANDBOX_KEYS,
         "agents.defaults.sandbox.docker": _DOCKER_KEYS,
-        "agents.list.[]": f"{_AGENT_KEYS} agentDir description embeddedPi groupChat memory tts utilityModel",
+        "agents.list.[]": f"{_AGENT_KEYS} agentDir description embeddedPi memory tts utilityModel",
         "agents.list.[].sandbox": _SANDBOX_KEYS,
         "agents.list.[].sandbox.docker": _DOCKER_KEYS,
         "agents.list.[].tools": f"{_TOOL_KEYS} fs",
@@ -102,6 +102,11 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
             "allowExternalEmbedUrls allowInsecureAuth dangerouslyAllowHostHeaderOriginFallback"
             " dangerouslyDisableDeviceAuth embedSandbox root"
         ),
+        "messages": (
+            "ackReaction ackReactionScope inbound messagePrefix queue removeAckAfterReply responsePrefix"
+            " responseUsage statusReactions suppressToolErrors tts usageTemplate visibleReplies"
+        ),
+        "bindings.[]": "acp session",
         "hooks": "gmail internal mappings maxBodyBytes presets transformsDir",
         "cron": "failureAlert failureDestination retry runLog sessionRetention store webhook webhookToken",
     }.items()
@@ -169,6 +174,8 @@ FOREIGN_KEY_ADVICE: dict[str, str] = {
     "docker.dangerouslyAllowExternalBindSources": "all but system directories can be bound. Remove it.",
     "docker.dangerouslyAllowReservedContainerTargets": "'/workspace', '/agent' and '/tmp' are taken. Remove it.",
     "docker.workspaceMountPropagation": "mounts below the workspace are not shown. Use 'sandbox.binds' for them.",
+    "messages.queue": "messages of a session are answered one after the other. Remove it.",
+    "messages.inbound": "each message is answered by itself. Remove it.",
     "approvals": "requests are shown to every approver. Use `antiphon approvals` and 'tools.approvals.timeoutSeconds'.",
 }
 """Why foreign keys about tools have no effect and what to use instead, by how their paths end."""
@@ -192,8 +199,6 @@ UNUSED_KEYS: dict[str, str] = {
     "session.threadBindings": (
         "sessions are not bound to threads. Use `/new`, 'session.reset' and 'session.retention' to end conversations."
     ),
-    "session.dmScope": "this release has no channels with direct chats. Remove it.",
-    "session.identityLinks": "this release has no channels. Remove it.",
     "agents.defaults.model.fallbacks": _FALLBACKS_ADVICE,
     "agents.defaults.imageModel.fallbacks": _FALLBACKS_ADVICE,
     "agents.defaults.subagents.model.fallbacks": _FALLBACKS_ADVICE,
@@ -218,9 +223,6 @@ UNUSED_KEYS: dict[str, str] = {
 
 A test finds keys that nothing reads and that are missing here.
 """
-
-_CHANNEL_KEYS = ("session.dmScope", "session.identityLinks")
-"""Keys that get no separate warning if channels are configured: the one for channels covers them."""
 
 _HARMLESS_VALUES: tuple[object, ...] = (None, False, "", [], {}, ["text"], "main", "none", ["/new", "/reset"])
 """Values that only ask for the existing behaviour."""
@@ -273,8 +275,6 @@ def find_unused_keys(config: Config) -> Iterator[str]:
     """Yields a warning for each key that is set and has no effect."""
     written = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
     for place, advice in UNUSED_KEYS.items():
-        if config.channels and place in _CHANNEL_KEYS:
-            continue
         parent, _, key = place.rpartition(".")
         for path, node in _find_nodes(written, parent.split("."), ()):
             if node.get(key) not in _HARMLESS_VALUES_BY_KEY.get(key, _HARMLESS_VALUES):

@@ -22,6 +22,7 @@ from antiphon.config.base import (
     Location,
     format_path,
 )
+from antiphon.config.channels import load_channel_model
 from antiphon.config.schema import Config
 from antiphon.config.secrets import Secret
 from antiphon.errors import ConfigError
@@ -151,6 +152,8 @@ def _find_section(location: Location) -> type[BaseModel] | None:
     """The section class at a location; lists and objects of sections take one more step."""
     section: type[BaseModel] | None = Config
     collection = False
+    if location[:1] == ("channels",) and len(location) > 1:
+        section, location = load_channel_model(str(location[1])), location[2:]
     for step in location:
         if collection or section is None:
             collection = False

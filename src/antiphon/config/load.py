@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
 from antiphon.config.base import Location, Section, format_path
+from antiphon.config.channels import drop_keys_without_effect
 from antiphon.config.compat import drop_foreign_keys
 from antiphon.config.errors import Problem, build_problems, combine_problems
 from antiphon.config.schema import Config
@@ -83,7 +84,7 @@ def parse(
     """
     known = copy.deepcopy(require_object(raw, file))
     _check_unicode(known, (), file)
-    warnings = drop_foreign_keys(known)
+    warnings = [*drop_foreign_keys(known), *drop_keys_without_effect(known.get("channels"))]
     config = _validate(known, base, file)
     return config, (*warnings, *find_warnings(config))
 

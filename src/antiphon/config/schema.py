@@ -2,9 +2,16 @@
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, field_serializer
+from pydantic import (
+    Field,
+    FieldSerializationInfo,
+    Strict,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+)
 
 from antiphon.config.acp import AcpConfig
 from antiphon.config.agents import (
@@ -16,6 +23,7 @@ from antiphon.config.agents import (
     merge_agent,
 )
 from antiphon.config.base import Section
+from antiphon.config.channels import BindingConfig, ChannelConfig, MessagesConfig, validate_blocks
 from antiphon.config.mcp import McpConfig, McpServerConfig, McpServers
 from antiphon.config.secrets import Secret
 from antiphon.config.sections import (
@@ -64,20 +72,44 @@ class Config(Section):
         description="Same as `mcp.servers`, under the name that other programs use.",
     )
     acp: AcpConfig = Field(default_factory=AcpConfig.model_construct)
-    channels: dict[str, dict[str, Any]] = Field(
-        default_factory=dict[str, dict[str, Any]],
+    channels: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
         repr=False,
         description="Settings of each channel, by its name.",
     )
+    bindings: Annotated[tuple[BindingConfig, ...], Strict(False)] = Field(
+        default=(), description="Which agent answers in which chats; the most specific one, then the first."
+    )
+    messages: MessagesConfig = Field(default_factory=MessagesConfig.model_construct)
     gateway: GatewayConfig = Field(default_factory=GatewayConfig.model_construct)
     hooks: HooksConfig = Field(default_factory=HooksConfig.model_construct)
     cron: CronConfig = Field(default_factory=CronConfig.model_construct)
     store: StoreConfig = Field(default_factory=StoreConfig.model_construct)
     bus: BusConfig = Field(default_factory=BusConfig.model_construct)
 
+    @field_validator("channels", mode="before")
+    @classmethod
+    def _validate_channels(cls, blocks: object, info: ValidationInfo) -> object:
+        return validate_blocks(blocks, info)
+
     @field_serializer("channels")
-    def _mask_channels(self, channels: dict[str, dict[str, Any]]) -> object:
-        return mask_values(channels)
+    def _mask_channels(self, channels: dict[str, Any], info: FieldSerializationInfo) -> object:
+        return {
+            name: block.model_dump(by_alias=True, exclude_unset=info.exclude_unset, mode="json")
+            if isinstance(block, ChannelConfig)
+            else mask_values(block)
+            for name, block in channels.items()
+        }
+
+    @property
+    def channel_sections(self) -> dict[str, ChannelConfig]:
+        """The channels that are configured and that this release has, by their names."""
+        return {name: block for name, block in self.channels.items() if isinstance(block, ChannelConfig)}
+
+    @property
+    def enabled_channels(self) -> dict[str, ChannelConfig]:
+        """The channels that have at least one enabled account."""
+        return {name: it for name, it in self.channel_sections.items() if it.list_enabled_accounts()}
 
     @property
     def agent_ids(self) -> tuple[str, ...]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from typing import Any, cast, get_args
+from typing import get_args
 
 from antiphon.command_patterns import has_wildcards, is_wrapper, parse_pattern, runs_programs
 from antiphon.config.acp_checks import check_acp, check_program, find_program_warnings
 from antiphon.config.addresses import check_store_url, is_ip, is_loopback, parse_bus_addresses
 from antiphon.config.agents import merge_loop_detection
+from antiphon.config.base import Section, format_path
+from antiphon.config.channel_checks import check_channels, find_channel_warnings
 from antiphon.config.compat import find_unused_keys
 from antiphon.config.errors import Problem
 from antiphon.config.mcp_checks import check_servers
@@ -22,9 +24,6 @@ from antiphon.config.tools import LoopDetectionConfig, UnsupportedSearchProvider
 from antiphon.errors import ConfigError, UnknownModel, format_install_hint
 from antiphon.keys import REHEARSAL_PROVIDER
 from antiphon.validation_errors import suggest_options
-
-UNSUPPORTED_SECTIONS = ("channels",)
-"""Sections that are read and checked although this release does not implement them."""
 
 GOOGLE_API = "google-generative-ai"  # the only API whose packages are an extra
 TAILNET_ERROR = (
@@ -50,6 +49,7 @@ def find_contradictions(config: Config) -> list[Problem]:
         *_check_loop_detection(config),
         *check_servers(config.list_mcp_servers()),
         *check_acp(config),
+        *check_channels(config),
     ]
 
 
@@ -87,15 +87,10 @@ def find_warnings(config: Config) -> Iterator[str]:
     yield from _warn_agents_out_of_sight(config)
     yield from _warn_reach_without_effect(config)
     yield from _warn_never_idle(config)
+    yield from find_channel_warnings(config)
     for name, provider in config.models.providers.items():
         if not provider.models:
             yield f"'models.providers.{name}.models' is empty, so none of its models can be used. List them there."
-    if config.session.dm_scope == "main" and (channels := _list_shared_channels(config)):
-        yield (
-            "'session.dmScope' is 'main', so all direct chats share one session, and more than one sender is"
-            f" admitted by {' and '.join(channels)}. Each can read what the others wrote."
-            " Set it to 'per-channel-peer' to give each sender a session."
-        )
 
 
 def _lacks_search_service(config: Config) -> bool:
@@ -106,8 +101,9 @@ def _lacks_search_service(config: Config) -> bool:
 
 
 def _warn_unsupported_sections(config: Config) -> Iterator[str]:
-    for path in (name for name in UNSUPPORTED_SECTIONS if name in config.model_fields_set):
-        yield f"{path!r} is accepted but has no effect in this release."
+    for name, block in config.channels.items():
+        if not isinstance(block, Section):
+            yield f"{format_path(('channels', name))!r} is accepted but has no effect in this release."
     if config.bus.url is not None and config.store.url is None:
         yield "'bus.url' has no effect without 'store.url': a SQLite file has one gateway. Set 'store.url' as well."
 
@@ -453,33 +449,3 @@ def _warn_sandboxed_functions(config: Config) -> Iterator[str]:
                 f" {agent.sandbox.mode!r}, so its {which} are refused."
                 f" Set 'agents.list[{index}].sandbox.mode' to 'off', or let a model answer."
             )
-
-
-def _list_shared_channels(config: Config) -> list[str]:
-    """Channels that admit senders to direct chats, if they admit more than one person in total."""
-    people = {
-        alias.lower(): name for name, aliases in config.session.identity_links.items() for alias in aliases
-    }
-    senders: dict[str, set[str]] = {}
-    for channel, settings in config.channels.items():
-        admitted = {str(peer).lower() for peer in _list_admitted_senders(settings)}
-        if admitted and settings.get("enabled") is not False:
-            senders[channel] = {
-                people.get(f"{channel}:{p}", people.get(p, f"{channel}:{p}")) for p in admitted
-            }
-    all_senders = set[str]().union(*senders.values())
-    is_open = any(sender.endswith(":*") for sender in all_senders)
-    return [f"'channels.{channel}'" for channel in senders] if len(all_senders) > 1 or is_open else []
-
-
-def _list_admitted_senders(settings: dict[str, Any]) -> Iterator[object]:
-    """Senders named by a channel, its accounts or its `dm` section; `*` stands for everyone."""
-    if "open" in (settings.get("dmPolicy"), settings.get("policy")):
-        yield "*"
-    allow = settings.get("allowFrom")
-    yield from cast("list[object]", allow) if isinstance(allow, list) else ()
-    accounts = settings.get("accounts")
-    parts = cast("dict[str, object]", accounts).values() if isinstance(accounts, dict) else ()
-    for part in (settings.get("dm"), *parts):
-        if isinstance(part, dict):
-            yield from _list_admitted_senders(cast("dict[str, Any]", part))

@@ -10,12 +10,13 @@ from a caller who may not reset is rejected, not sent as text.
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
 from antiphon.access import Caller
 from antiphon.errors import InvalidInput
+from antiphon.operations.chat_commands import CHAT_COMMANDS
 from antiphon.operations.operations import Operations
 from antiphon.operations.types import IncomingMessage, MessageReceipt
 
@@ -24,25 +25,7 @@ _APPROVE_PATTERN = re.compile(r"/approve(?:\s+(\S+)\s+(\S+)|\s+\S+)?", re.IGNORE
 _RESET_PATTERN = re.compile(r"/(new|reset)", re.IGNORECASE)
 
 
-class SlashCommand(NamedTuple):
-    """A command as `commands.list` describes it."""
-
-    name: str
-    description: str
-    has_argument: bool = False
-
-
-SLASH_COMMANDS = (
-    SlashCommand("stop", "Stop the current run."),
-    SlashCommand("new", "Start a new conversation; the old one stays readable."),
-    SlashCommand("reset", "Same as /new."),
-    SlashCommand("send", "Allow or forbid sending to this session: on, off or inherit.", has_argument=True),
-    SlashCommand(
-        "approve",
-        "Decide on a waiting tool call: ID allow-once, allow-always or deny.",
-        has_argument=True,
-    ),
-)
+SLASH_COMMANDS = tuple(command for command in CHAT_COMMANDS if not command.is_for_services)
 
 
 class SubmitOutcome(msgspec.Struct, frozen=True):

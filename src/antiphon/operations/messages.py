@@ -13,7 +13,9 @@ from antiphon.bus import RunChanged, run_topic, session_topic
 from antiphon.engine import validation
 from antiphon.engine.collaboration import task_rows
 from antiphon.engine.collaboration.chains import ChainLink
+from antiphon.engine.outbox.delivery_rows import Destination
 from antiphon.engine.runs import endings, lifecycle, run_queue
+from antiphon.engine.runs.completion import ReplyTarget
 from antiphon.engine.runs.effects import NO_EFFECTS, Effects
 from antiphon.engine.runs.run_queue import Submission
 from antiphon.engine.sessions import resets, session_rows
@@ -33,6 +35,19 @@ class _TaskPlacement(NamedTuple):
     link: ChainLink | None = None
 
 
+class AcceptedFromChat(NamedTuple):
+    """A message of a chat service that was queued in a transaction."""
+
+    run: run_queue.AcceptedRun
+    row: Row
+    news: str | None
+    """Why the session or its conversation is new, if it is."""
+
+
+CHAT_CALLER = Caller.operator()
+"""The caller of messages and commands from chats, which admission has decided about."""
+
+
 class MessageOperations:
     def __init__(self, context: OperationContext) -> None:
         self._context = context
@@ -50,11 +65,7 @@ class MessageOperations:
         if (command := _parse_send_command(caller, message)) is not None:
             return await self._run_send_command(caller, message.session, command, run_id, now)
         accepted, row, news = await self._context.store.tx(self._submit, caller, message, run_id, now)
-        if news == "create":
-            self._context.publish_change(row, news)
-        elif news:
-            self._context.publish_to_session(row, "renewed")
-            self._context.publish_to_all_sessions(row["key"], news)
+        self._publish_news(row, news)
         await worker.dispatch_accepted_run(accepted)
         return _build_receipt(accepted, row)
 
@@ -138,14 +149,13 @@ class MessageOperations:
         run_id: str,
         now: int,
         place: _TaskPlacement | None = None,
+        destination: Destination | None = None,
     ) -> tuple[run_queue.AcceptedRun, Row, str | None]:
         """Return the accepted run, the session, and why the session or its conversation is new, if it is."""
         row, created = await self._context.open_or_create_session(tx, caller, "send", message.session, now)
         require_current_conversation(row, message.session)
-        channel = keys.WEBCHAT_CHANNEL if caller.is_operator and message.provenance is None else None
-        self._context.session_resolver.check_send(row, channel)
-        if channel and not (row["channel"] or row["last_channel"]):  # once per session
-            await session_rows.record_channel(tx, row["id"], channel, row["key"])
+        if destination is None:
+            await self._record_webchat(tx, caller, message, row)
         news = "create" if created else None
         if self._reset_rules and place is None and not created:
             news = await self._find_reset_reason(tx, caller, message, row, run_id, now)
@@ -168,8 +178,45 @@ class MessageOperations:
             chain=link.chain if link else None,
             hop=link.hop if link else 0,
             agent_id=self._context.session_resolver.find_addressed_agent(caller, message.session),
+            reply_target_json=destination and _build_reply_target(row, destination),
         )
         return await run_queue.submit(tx, submission, now), row, news
+
+    async def _record_webchat(self, tx: Tx, caller: Caller, message: IncomingMessage, row: Row) -> None:
+        """Check the send policy of a session that is written to over the gateway, and record its channel once."""
+        channel = keys.WEBCHAT_CHANNEL if caller.is_operator and message.provenance is None else None
+        self._context.session_resolver.check_send(row, channel)
+        if channel and not (row["channel"] or row["last_channel"]):
+            await session_rows.record_channel(tx, row["id"], channel, row["key"])
+
+    async def submit_from_chat(
+        self, tx: Tx, message: IncomingMessage, run_id: str, destination: Destination, now: int
+    ) -> AcceptedFromChat:
+        """Queue the message of a person in a chat service, whose answer goes to `destination`.
+
+        The send policy decides about the answer, not about the message.
+        """
+        self._validate_message(message)
+        accepted, row, news = await self._submit(
+            tx, CHAT_CALLER, message, run_id, now, destination=destination
+        )
+        return AcceptedFromChat(accepted, row, news)
+
+    def is_send_command(self, message: IncomingMessage) -> bool:
+        """Whether the message is a `/send` command with a valid argument."""
+        return _parse_send_command(CHAT_CALLER, message) is not None
+
+    async def announce_acceptance(self, accepted: AcceptedFromChat) -> None:
+        """Publish an accepted message and wake its lane; called after the commit."""
+        self._publish_news(accepted.row, accepted.news)
+        await self._context.require_worker().dispatch_accepted_run(accepted.run)
+
+    def _publish_news(self, row: Row, news: str | None) -> None:
+        if news == "create":
+            self._context.publish_change(row, news)
+        elif news:
+            self._context.publish_to_session(row, "renewed")
+            self._context.publish_to_all_sessions(row["key"], news)
 
     @cached_property
     def _reset_rules(self) -> resets.ResetRules | None:
@@ -271,6 +318,10 @@ async def _renew_conversation(tx: Tx, caller: Caller, row: Row, reason: str, now
     renewed = await session_rows.find_session(tx, keys.parse(row["key"]), caller.session_key)
     assert renewed is not None
     return renewed
+
+
+def _build_reply_target(row: Row, destination: Destination) -> str:
+    return ReplyTarget(session=row["id"], session_key=row["key"], destination=destination).json_text
 
 
 def _build_receipt(accepted: run_queue.AcceptedRun, row: Row) -> MessageReceipt:

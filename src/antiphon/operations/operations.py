@@ -12,6 +12,7 @@ from antiphon.operations.deliveries import DeliveryOperations
 from antiphon.operations.exchanges import ExchangeOperations
 from antiphon.operations.jobs import JobOperations
 from antiphon.operations.messages import MessageOperations
+from antiphon.operations.pairings import PairingOperations
 from antiphon.operations.posts import PostOperations
 from antiphon.operations.runs import RunOperations
 from antiphon.operations.search import SearchOperations
@@ -23,6 +24,7 @@ from antiphon.operations.transcripts import TranscriptOperations
 
 if TYPE_CHECKING:
     from antiphon.engine.jobs.scheduler import Scheduler
+    from antiphon.operations.inbound import InboundOperations
 
 
 class Operations:
@@ -38,8 +40,19 @@ class Operations:
         self.subagents = SubagentOperations(context, self.sessions, spawn_rules)
         self.agents = AgentOperations(context, spawn_rules)
         self.approvals = ApprovalOperations(context)
+        self.pairings = PairingOperations(context)
         self.deliveries = DeliveryOperations(context)
         self.search = SearchOperations(context)
         self.jobs = JobOperations(context, scheduler)
         self.posts = PostOperations(context, scheduler.context.channels if scheduler else ())
         self.status = StatusOperations(context)
+
+    def create_inbound(self) -> InboundOperations:
+        """Return the operations on messages from chat services. A gateway without channels does not import them."""
+        from antiphon.operations.command_runner import ChatCommandRunner  # noqa: PLC0415
+        from antiphon.operations.inbound import InboundOperations  # noqa: PLC0415
+
+        commands = ChatCommandRunner(
+            self.messages, self.conversations, self.runs, self.sessions, self.approvals
+        )
+        return InboundOperations(self.context, self.messages, self.runs, commands)

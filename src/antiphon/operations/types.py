@@ -209,6 +209,24 @@ class StopView(msgspec.Struct, frozen=True):
     run_ids: list[str]
 
 
+class PairingView(View, frozen=True):
+    """A person who may write directly to an account of a chat service, or asks to."""
+
+    channel: str
+    account: str
+    sender: str
+    state: str
+    """`approved` or `pending`."""
+    requested_at: int
+    name: str | None = None
+    """As the person writes it; not to be trusted."""
+    code: str | None = None
+    is_owner: bool = False
+    expires_at: int | None = None
+    approved_at: int | None = None
+    warning: str | None = None
+
+
 class DeliveryRoute(View, frozen=True):
     channel: str | None = None
     to: str | None = None

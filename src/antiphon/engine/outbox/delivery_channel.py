@@ -75,8 +75,8 @@ class DeliveryChannel(Protocol):
 
     def get_pace(self, destination: Destination) -> Pace: ...
 
-    def render(self, text: str) -> Sequence[RenderedPart]:
-        """Return the text in parts that each fit a message; at least one."""
+    def render(self, text: str, destination: Destination) -> Sequence[RenderedPart]:
+        """Return the text in parts that each fit a message there; at least one."""
         ...
 
     async def send(self, part: Part) -> Receipt:

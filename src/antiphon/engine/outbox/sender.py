@@ -187,7 +187,7 @@ class Outbox(msgspec.Struct):
     async def _deliver_to_channel(
         self, row: Row, channel: DeliveryChannel, destination: Destination, text: str, owner: str
     ) -> None:
-        rendered = channel.render(text) if text else ()
+        rendered = channel.render(text, destination) if text else ()
         parts = await self.store.tx(self._claim_delivery, row, text, rendered, owner, self.clock.now())
         if parts is not None:
             outcome = await self._send_parts(row, parts, channel, destination, owner)

@@ -10,12 +10,14 @@ from antiphon.engine.outbox import delivery_rows, sanitize
 from antiphon.engine.outbox.delivery_rows import Destination, NewDelivery
 from antiphon.engine.runs import run_queue
 from antiphon.engine.runs.effects import DELIVERIES_DUE, NO_EFFECTS, CompletedStep, Effects
-from antiphon.engine.runs.run_queue import NOTE_ORIGIN, WAKE_ORIGIN, Submission
+from antiphon.engine.runs.run_queue import CHANNEL_ORIGIN, NOTE_ORIGIN, WAKE_ORIGIN, Submission
 from antiphon.messages import INJECTED_MODEL, AssistantMessage, Provenance, TextBlock
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
 RUNS_SQL = Queries("runs")
+FAILED_STATES = frozenset({"error", "timeout", "interrupted", "incomplete"})
+FAILURE_NOTICE = "There is no answer to this message, because something failed. Please try again later."
 
 
 class ReplyTarget(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -63,10 +65,29 @@ async def _deliver_outcome(tx: Tx, step: CompletedStep, now: int) -> Effects:
         if exchange is not None:
             advanced = msgspec.structs.replace(step, exchange=exchange)
             effects.append(await exchanges.advance_exchange(tx, advanced, now))
-        if target_json is not None and step.usable_reply is not None and target_json not in answered_targets:
+        if target_json is None or target_json in answered_targets:
+            continue
+        if step.usable_reply is not None:
             answered_targets.add(target_json)
             effects.append(await _post_reply(tx, step, requesting_run, target_json, now))
+        elif step.origin == CHANNEL_ORIGIN and step.state in FAILED_STATES:
+            effects.append(await _post_failure(tx, step, target_json, now))
     return Effects.combine(effects)
+
+
+async def _post_failure(tx: Tx, step: CompletedStep, target_json: str, now: int) -> Effects:
+    """Tell a person in a chat that no answer comes; why it failed is for operators only."""
+    reply_target = msgspec.json.decode(target_json, type=ReplyTarget)
+    delivery = NewDelivery(
+        key=f"run:{step.run_id}",
+        kind="failure",
+        session=reply_target.session,
+        session_key=reply_target.session_key,
+        destination=reply_target.destination,
+        body=FAILURE_NOTICE,
+    )
+    await delivery_rows.enqueue_delivery(tx, delivery, now)
+    return DELIVERIES_DUE
 
 
 async def cancel_pending_wakes(tx: Tx, session: int, now: int) -> None:

@@ -25,6 +25,7 @@ CHAINS_SQL = Queries("chains")
 _random_id_parts: list[bytes] = []
 
 NOTE_ORIGIN = "note"  # a run that only appends an entry to the transcript, in its turn
+CHANNEL_ORIGIN = "channel"  # a message of a person in a chat service
 REPLY_BACK_ORIGIN = "reply-back"
 ANNOUNCE_ORIGIN = "announce"
 WAKE_ORIGIN = "wake"

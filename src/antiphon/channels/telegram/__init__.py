@@ -1,0 +1,1 @@
+"""Telegram: bots on the Bot API, by long polling or a webhook."""

@@ -1,0 +1,1 @@
+"""Messages from chat services: what arrives, who may write, and which session it is for."""
