@@ -61,6 +61,7 @@ from antiphon.workspace.sandbox import Sandboxes
 from antiphon.workspace.sandbox_pruning import SandboxPruner
 
 if TYPE_CHECKING:
+    from antiphon.channels.host import ChannelHost
     from antiphon.mcp.servers import McpServers
     from antiphon.runtimes.acp.session_tools import SessionToolServer
     from antiphon.runtimes.acp.sessions import AcpSessions
@@ -101,10 +102,24 @@ class App(msgspec.Struct, frozen=True):
     store: Store
     mcp_servers: McpServers | None = None
     """The configured MCP servers. Without any, their client is not even imported."""
+    channels: ChannelHost | None = None
+    """The configured chat channels. Without any, nothing of them is imported."""
+    replica_id: str = ""
 
     @property
     def bus(self) -> EventBus:
         return self.coordination.bus
+
+    @asynccontextmanager
+    async def run_channels(self) -> AsyncGenerator[None]:
+        """Receive and send for the configured chat channels while the context is open; only a gateway does."""
+        if self.channels is None:
+            yield
+            return
+        inbound = self.operations.create_inbound()
+        wake = self.operations.context.require_worker().wake_outbox
+        async with self.channels.run(inbound, self.store, self.bus, self.replica_id, wake):
+            yield
 
 
 @asynccontextmanager
@@ -131,6 +146,7 @@ class _Foundation(NamedTuple):
     launcher: CommandLauncher
     mcp_servers: McpServers | None
     acp_sessions: AcpSessions | None
+    channels: ChannelHost | None
     options: AppOptions
 
 
@@ -147,6 +163,9 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
         ):
             clock, toolbox = options.get("clock") or store.clock, Toolbox()
             sandboxes = Sandboxes(config, home.path)
+            channels = _create_channel_host(config, clock)
+            if channels is not None:
+                options["channels"] = {**channels.outlets, **(options.get("channels") or {})}
             base = _Foundation(
                 config=config,
                 home=home,
@@ -162,6 +181,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 acp_sessions=_create_acp_sessions(
                     config, home.path, sandboxes, options.get("session_tool_server")
                 ),
+                channels=channels,
                 options=options,
             )
             async with _host_sessions(base) as app:
@@ -199,6 +219,7 @@ async def _host_sessions(base: _Foundation) -> AsyncGenerator[App]:
     async with (
         aclosing(base.mcp_servers) if base.mcp_servers is not None else nullcontext(),
         aclosing(base.acp_sessions) if base.acp_sessions is not None else nullcontext(),
+        aclosing(base.channels) if base.channels is not None else nullcontext(),
         aclosing(base.launcher),
         aclosing(commands),
         _run_mirror(mirror, base.home),
@@ -217,6 +238,8 @@ async def _host_sessions(base: _Foundation) -> AsyncGenerator[App]:
             examine_commands=base.launcher.begin_examination,
             store=store,
             mcp_servers=base.mcp_servers,
+            channels=base.channels,
+            replica_id=engine.owner,
         )
 
 
@@ -230,6 +253,14 @@ def _create_acp_sessions(
 
     launcher = AgentProgramLauncher(config, state_dir, sandboxes, offers_tools=tool_server is not None)
     return AcpSessions(config, state_dir, launcher.prepare, tool_server)
+
+
+def _create_channel_host(config: Config, clock: Clock) -> ChannelHost | None:
+    if not config.enabled_channels:
+        return None
+    from antiphon.channels.host import ChannelHost  # noqa: PLC0415
+
+    return ChannelHost(config, clock)
 
 
 def _create_mcp_servers(

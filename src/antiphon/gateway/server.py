@@ -107,6 +107,7 @@ async def serve_gateway(
                 _serve_app(
                     gateway, program_tools, listener, _format_url(host, number), max_connections
                 ) as served,
+                opened.run_channels(),
             ):
                 yield served
         finally:

@@ -78,6 +78,7 @@ class HttpRoutes:
             *self._build_public_routes(),
             *self._build_session_routes(),
             *self._build_hook_routes(),
+            *self._build_channel_routes(),
             *self._build_openai_routes(),
             self._build_mcp_route(),
             self._build_fallback_route(),
@@ -160,6 +161,20 @@ class HttpRoutes:
             ),
             self._build_route(
                 f"{base}/wake", **({"POST": self._require_hook_token(hooks.post_wake)} if on else off)
+            ),
+        ]
+
+    def _build_channel_routes(self) -> list[BaseRoute]:
+        if (channels := self._gateway.app.channels) is None:
+            return []
+        from antiphon.gateway.http.channel_webhooks import ChannelWebhooks  # noqa: PLC0415 - only if configured
+
+        webhooks = ChannelWebhooks(channels)
+        return [
+            self._build_route("/channels/{channel}/{account}", POST=webhooks.post),
+            *(
+                self._build_route(path, POST=partial(webhooks.post_to_account, *account))
+                for path, account in channels.list_webhook_aliases().items()
             ),
         ]
 
