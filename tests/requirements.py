@@ -404,14 +404,50 @@ WORK: dict[str, tuple[Part, str]] = {
 """What users of other agents suffer from when their agents work."""
 
 CHANNELS: dict[str, tuple[Part, str]] = {
+    "N1": (
+        "tools",
+        "Channels have the keys and defaults of the family; what has no effect is named with its reason.",
+    ),
+    "N3": (
+        "tools",
+        "Each accepted message of a person is one run, in order, exactly once; strangers get a pairing code at most.",
+    ),
     "N4": (
         "tools",
         "A text for a service is sent in parts, each once, paced, in order; what is in doubt or too old is visible.",
     ),
+    "N6": ("tools", "Commands come from one table, with owner rules, and only from a person's own message."),
+    "N7": ("tools", "Whether a channel is connected, its last proof of life and what to do are shown."),
+    "CH1": (
+        "tools",
+        "A message is taken once, whatever the service repeats; one that cannot be taken is given up visibly.",
+    ),
     "CH3": ("tools", "A send whose outcome is unknown is not repeated, unless the service takes its key."),
+    "CH4": ("tools", "What was certainly not sent is sent later; polling never holds up a message."),
     "CH5": ("tools", "A delivery expires, visibly, and is not sent afterwards."),
+    "CH6": ("tools", "A failure never replaces an answer."),
+    "CH7": ("tools", "Nothing is dropped at a start: what was written meanwhile is answered in order, once."),
     "CH8": ("tools", "Deliveries wait until their channel is ready, without losing an attempt."),
+    "CH9": ("tools", "A channel without a recent proof of life is not called connected."),
+    "CH10": ("tools", "Reconnects wait longer and longer, and no account affects another."),
+    "CH11": ("tools", "One process at a time receives for an account; a foreign receiver is named."),
+    "CH13": ("tools", "An answer goes to the chat that its message came from, and to no other."),
+    "CH14": ("tools", "An answer stays in its thread; it never goes to the root instead."),
+    "CH16": ("tools", "An id is the same in the service, in keys, in the store and in calls."),
+    "CH17": ("tools", "One table decides who reaches an agent, and each decision has a reason."),
+    "CH18": ("tools", "A pairing holds for one account and never in groups; it can be listed and revoked."),
+    "CH19": ("tools", "A webhook without a secret does not exist, and a request without it has no effect."),
+    "CH20": ("tools", "Bots and own messages are not answered."),
+    "CH21": (
+        "tools",
+        "A text is split after rendering, each part valid alone, and refused markup is sent plain once.",
+    ),
+    "CH22": ("tools", "A text is taken whatever becomes of its files, and says what was left out."),
     "CH23": ("tools", "A wait that a service names is kept, per chat and account, also after a restart."),
+    "CH24": (
+        "tools",
+        "Typing belongs to a run, ends with it, and is never shown to those who are not answered.",
+    ),
 }
 """What users of other agents suffer from in chats."""
 

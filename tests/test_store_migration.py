@@ -348,7 +348,11 @@ async def test_every_row_is_there_and_numbers_go_on_behind_those_that_were_given
     assert sorted(row[0] for row in after["session_names"]) == sorted(row[0] for row in before["sessions"])
     with closing(sqlite3.connect(database)) as connection:
         for table, last in connection.execute("SELECT name, seq FROM sqlite_sequence"):
-            column = "n" if table in {"runs", "jobs", "exchanges", "tasks", "deliveries", "group_context"} else "id"
+            column = (
+                "n"
+                if table in {"runs", "jobs", "exchanges", "tasks", "deliveries", "group_context"}
+                else "id"
+            )
             number = f"pg_get_serial_sequence('{table}', '{column}')"
             assert ask(target, f"SELECT nextval({number})") == [(last + 1,)], table
     assert digest(database) == content, "the source is as it was"

@@ -22,6 +22,8 @@ import pyjson5
 import pytest
 
 from antiphon.client import Client, Site
+from channels.telegram.fake import TOKEN as TELEGRAM_TOKEN
+from channels.telegram.fake import FakeTelegram
 from cli.gateways import Gateway, token, up
 from cli.terminal import BOUND, Program
 from support.model_provider import Answer, Call, Provider, Received, Tokens
@@ -97,8 +99,8 @@ async def test_a_conversation_with_every_agent_of_a_configuration(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, text: str, *, has_sandbox: bool
 ) -> None:
     program = Program(tmp_path, tmp_path_factory.getbasetemp().parent / "antiphon-bytecode")
-    async with Provider().running() as provider:
-        prepared = _prepare(program, text, provider.url)
+    async with Provider().running() as provider, FakeTelegram().running() as telegram:
+        prepared = _prepare(program, text, provider.url, telegram.url)
         own_sandbox: Json = prepared.written.get("agents", {}).get("defaults", {}).get("sandbox", {})
         if own_sandbox.get("backend") == "docker":
             has_sandbox = await _has_containers(tmp_path, own_sandbox)
@@ -134,7 +136,7 @@ def _list_unexpected_lines(log: Path) -> list[str]:
 # --- fitting a file to this machine ---
 
 
-def _prepare(program: Program, text: str, url: str) -> Prepared:
+def _prepare(program: Program, text: str, url: str, telegram_url: str) -> Prepared:
     written = cast("Json", pyjson5.decode(text))
     fitted = cast("Json", pyjson5.decode(text))
     providers = written.setdefault("models", {}).setdefault("providers", {})
@@ -144,6 +146,8 @@ def _prepare(program: Program, text: str, url: str) -> Prepared:
     for name, settings in fitted["models"]["providers"].items():
         settings["baseUrl"] = url + urlsplit(_base_url(name, settings)).path
     _leave_the_cluster(fitted)
+    if telegram := fitted.get("channels", {}).get("telegram"):
+        telegram |= {"apiRoot": telegram_url, "botToken": TELEGRAM_TOKEN}
     program.state.mkdir(mode=0o700)
     secrets = dict(_place_secrets(fitted, program.state))
     program.configure(fitted)

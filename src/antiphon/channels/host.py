@@ -284,6 +284,10 @@ class ChannelHost:
 
     # --- typing ---
 
+    @property
+    def is_typing(self) -> bool:
+        return bool(self._typing)
+
     def _start_typing(self, adapter: ChannelAdapter, receipt: InboundReceipt) -> None:
         if receipt.outcome != "run" or receipt.run_id is None or receipt.destination is None:
             return

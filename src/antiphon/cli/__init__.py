@@ -33,6 +33,8 @@ COMMAND_MODULES = {
     "tools": ("antiphon.cli.tools", "List an agent's tools, and the setting that decides about each."),
     "exchanges": ("antiphon.cli.exchanges", "List messages between sessions and their outcome."),
     "deliveries": ("antiphon.cli.deliveries", "List deliveries to people; retry failed ones."),
+    "channels": ("antiphon.cli.channels", "List, add and test chat channels such as Telegram."),
+    "pairing": ("antiphon.cli.pairing", "Admit people who write to the agents in chat apps."),
     "approvals": ("antiphon.cli.approvals", "List tool calls that wait for you; allow or deny them."),
     "mcp": ("antiphon.cli.mcp", "Use tools of MCP servers, and offer sessions to MCP clients."),
     "acp": ("antiphon.cli.acp.command", "Offer agents to editors that speak the Agent Client Protocol."),

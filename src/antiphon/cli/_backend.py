@@ -63,6 +63,11 @@ class Backend(Protocol):
     async def resolve_approval(self, approval_id: str, decision: str) -> views.ApprovalView: ...
     async def list_grants(self) -> list[views.GrantView]: ...
     async def revoke_grant(self, grant_id: str) -> None: ...
+    async def list_pairings(self) -> list[views.PairingView]: ...
+    async def approve_pairing(
+        self, channel: str, code: str, account: str | None = None
+    ) -> views.PairingView: ...
+    async def revoke_pairing(self, channel: str, sender: str, account: str | None = None) -> None: ...
 
 
 class LocalBackend:
@@ -161,6 +166,15 @@ class LocalBackend:
 
     async def revoke_grant(self, grant_id: str) -> None:
         await self._operations.approvals.revoke_grant(self._caller, grant_id)
+
+    async def list_pairings(self) -> list[views.PairingView]:
+        return await self._operations.pairings.list(self._caller)
+
+    async def approve_pairing(self, channel: str, code: str, account: str | None = None) -> views.PairingView:
+        return await self._operations.pairings.approve(self._caller, channel, code, account)
+
+    async def revoke_pairing(self, channel: str, sender: str, account: str | None = None) -> None:
+        await self._operations.pairings.revoke(self._caller, channel, sender, account)
 
     async def list_deliveries(
         self, state: str | None, limit: int, cursor: str | None = None

@@ -101,11 +101,19 @@ def _collect_facts(settings: Settings, loaded: LoadedConfig, lacking: list[str])
 
 def find_missing_secrets(config: Config) -> Iterator[str]:
     """Yield warnings for missing secrets. Another process may have them, so the configuration is valid."""
-    from antiphon.config import list_secrets
+    from antiphon.config import Secret, list_secrets
 
     for path, secret in list_secrets(config):
         if error := secret.availability_error:
             yield f"{path!r} is missing: {error}"
+    for name, section in config.enabled_channels.items():
+        for account_id, account in section.list_enabled_accounts().items():
+            path = section.get_account_path(name, account_id)
+            # A token that is written somewhere is one of the secrets above.
+            if not any(isinstance(value, Secret) for _, value in account) and (
+                missing := account.find_missing_credentials(account_id)
+            ):
+                yield f"{path!r} cannot connect. {missing}"
 
 
 def describe_answering_model(loaded: LoadedConfig, agent_id: str) -> str:

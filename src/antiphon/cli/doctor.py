@@ -10,7 +10,7 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
@@ -18,6 +18,8 @@ import click
 from antiphon.cli import _output
 from antiphon.cli._gateway_lookup import find_local_gateways
 from antiphon.cli._options import Settings, common_options
+from antiphon.cli._output import format_age
+from antiphon.cli.channels import load_accounts
 from antiphon.cli.status import read_readiness
 from antiphon.config import Config
 from antiphon.doctor import (
@@ -34,6 +36,7 @@ from antiphon.gateway import discovery
 from antiphon.gateway.discovery import DiscoveryRecord
 
 if TYPE_CHECKING:
+    from antiphon.config.channels import ChannelAccount
     from antiphon.nats.connection import NatsServers
 
 LEVEL_MARKS = {"ok": "ok  ", "warn": "warn", "fail": "fail"}
@@ -68,7 +71,43 @@ async def _collect_findings(settings: Settings, *, online: bool) -> list[Finding
     config = _load_config_or_none(settings)
     findings = await run_checks(settings.paths, online=online)
     findings += await check_bus(config) if config else []
-    return [*findings, *check_gateways(settings.paths.state_dir, config)]
+    findings += check_gateways(settings.paths.state_dir, config)
+    return [*findings, *(await _check_channels(settings, config) if config else [])]
+
+
+async def _check_channels(settings: Settings, config: Config) -> list[Finding]:
+    """Report every enabled account: as the running gateway sees it, else whether it could connect."""
+    findings: list[Finding] = []
+    if not config.enabled_channels:
+        return findings
+    try:
+        accounts = await load_accounts(settings)
+    except AntiphonError as error:
+        return [report_warning("channels", f"the gateway was not asked: {error.what}", error.hint)]
+    running = {(account["channel"], account["accountId"]): account for account in accounts or []}
+    for name, section in config.enabled_channels.items():
+        for account_id, account in section.list_enabled_accounts().items():
+            findings.append(_report_account(name, account_id, account, running.get((name, account_id))))
+    return findings
+
+
+def _report_account(
+    name: str, account_id: str, account: ChannelAccount, seen: dict[str, Any] | None
+) -> Finding:
+    label = f"{name} account {account_id!r}"
+    if missing := account.find_missing_credentials(account_id):
+        return report_failure("channels", f"{label} cannot connect.", missing)
+    if seen is None:
+        return report_ok("channels", f"{label} is not connected, because no gateway runs with it")
+    proof = f"last answer {format_age(seen['proofAt'])}" if seen.get("proofAt") else "no answer yet"
+    if seen["state"] != "ready":
+        what = f"{label} is {seen['state']}, {proof}: {seen.get('reason') or 'it is connecting'}"
+        hint = f"Check the token and the network: `antiphon channels test {name} --account {account_id}`."
+        return report_failure("channels", what, hint)
+    if seen.get("givenUp"):
+        what = f"{label} is connected, but {seen['givenUp']} messages could not be taken."
+        return report_warning("channels", what, "See `antiphon logs` for the reasons.")
+    return report_ok("channels", f"{label} is connected as {seen.get('identity')}, {proof}")
 
 
 def _load_config_or_none(settings: Settings) -> Config | None:

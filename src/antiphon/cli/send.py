@@ -27,7 +27,11 @@ MAX_REPLY_WAIT_SECONDS = 3600  # how long one session may wait for another
     "reported as accepted."
 )
 @click.argument("session")
-@click.argument("text")
+@click.argument("text", required=False)
+@click.option("--channel", metavar="NAME", help="Post to a chat of this channel instead, as it is.")
+@click.option("--to", metavar="ID", help="With --channel: the person or group.")
+@click.option("--account", metavar="NAME", help="With --channel: the account that posts.")
+@click.option("--thread", metavar="ID", help="With --channel: the thread or topic.")
 @click.option(
     "--wait",
     "seconds",
@@ -58,7 +62,11 @@ MAX_REPLY_WAIT_SECONDS = 3600  # how long one session may wait for another
 def command(
     settings: Settings,
     session: str,
-    text: str,
+    text: str | None,
+    channel: str | None,
+    to: str | None,
+    account: str | None,
+    thread: str | None,
     seconds: float | None,
     key: str | None,
     sender: str | None,
@@ -69,6 +77,13 @@ def command(
     from antiphon.operations.types import IncomingMessage, SendRequest
 
     validate_idempotency_key(key)
+    if channel is not None or to is not None or account is not None or thread is not None:
+        if channel is None or to is None or sender is not None or seconds is not None:
+            raise click.UsageError("--channel and --to belong together, without --from and --wait.")
+        chat = {"channel": channel, "to": to, "accountId": account, "threadId": thread}
+        return _post_to_chat(settings, session, text, key, chat)
+    if text is None:
+        raise click.UsageError("Missing argument 'TEXT'.")
     if sender is None:
         if reply_back is not None or no_announce:
             raise click.UsageError("--reply-back and --no-announce need --from.")
@@ -87,6 +102,32 @@ def command(
     )
     sent, view = asyncio.run(_send_between_sessions(settings, request, sender))
     return _print_exchange_outcome(settings, sent, view, seconds or 0)
+
+
+def _post_to_chat(
+    settings: Settings, session: str, text: str | None, key: str | None, chat: dict[str, str | None]
+) -> int:
+    """Post a text to a chat. Of two arguments, the first is the session in whose name it is posted."""
+    params: dict[str, str] = {name: value for name, value in chat.items() if value is not None}
+    params |= {"message": session if text is None else text, "idempotencyKey": key or str(uuid.uuid4())}
+    params |= {} if text is None else {"sessionKey": session}
+    posted = asyncio.run(_call_gateway(settings, params))
+    if settings.json:
+        _output.print_json(posted)
+    else:
+        click.echo(f"Posted. What becomes of it: {_output.PROGRAM_NAME} deliveries")
+    return 0
+
+
+async def _call_gateway(settings: Settings, params: dict[str, str]) -> object:
+    from antiphon.cli._backend import make_gateway_client
+    from antiphon.errors import Unavailable
+
+    client = make_gateway_client(settings)
+    if client is None:
+        raise Unavailable("No gateway runs, and only a gateway posts to chats.", "Start it: `antiphon up`.")
+    async with client:
+        return await client.call("send", params)
 
 
 def _send_as_operator(settings: Settings, message: IncomingMessage, seconds: float | None) -> int:

@@ -44,6 +44,7 @@ from antiphon.operations.types import (
     ApprovalView,
     GrantView,
     MessageReceipt,
+    PairingView,
     ReplicaView,
     RunView,
     SessionPage,
@@ -323,6 +324,19 @@ class Client:
 
     async def revoke_grant(self, grant_id: str) -> None:
         await self.call("exec.approval.revoke", {"id": grant_id}, retry=False)
+
+    async def list_pairings(self) -> list[PairingView]:
+        return msgspec.convert((await self.call("pairing.list", {}))["pairings"], list[PairingView])
+
+    async def approve_pairing(self, channel: str, code: str, account: str | None = None) -> PairingView:
+        params = _drop_none({"channel": channel, "code": code, "accountId": account})
+        return msgspec.convert(
+            (await self.call("pairing.approve", params, retry=False))["pairing"], PairingView
+        )
+
+    async def revoke_pairing(self, channel: str, sender: str, account: str | None = None) -> None:
+        params = _drop_none({"channel": channel, "sender": sender, "accountId": account})
+        await self.call("pairing.revoke", params, retry=False)
 
     async def list_deliveries(self, state: str | None, limit: int, cursor: str | None = None) -> DeliveryPage:
         page = await self.call(

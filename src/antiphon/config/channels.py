@@ -200,6 +200,10 @@ class ChannelAccount(Section):
                 "List the people who may write, or use 'pairing'.",
             )
 
+    def find_missing_credentials(self, account_id: str) -> str | None:
+        """Return why an account cannot be used, as far as that is known without connecting."""
+        return None
+
     def find_warnings(self, path: str) -> Iterator[str]:
         """Yield warnings about an account."""
         yield from ()

@@ -240,7 +240,9 @@ class InboundOperations:
         people = account.allow_from if account.group_allow_from is None else account.group_allow_from
         listed = next((rule.allow_from for rule in rules if rule.allow_from is not None), people)
         groups = account.group_rules
-        own_policies = [rule.group_policy for rule in rules if rule.group_policy is not None]
+        own_policies: list[GroupPolicy] = [
+            rule.group_policy for rule in rules if rule.group_policy is not None
+        ]
         return AdmissionRules(
             dm_policy=account.dm_policy,
             allow_from=frozenset(map(manifest.strip_prefix, account.allow_from)),

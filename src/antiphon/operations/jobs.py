@@ -8,6 +8,7 @@ jobs of its own agent (`engine.jobs.agent_jobs`). `engine.jobs.scheduler` decide
 from __future__ import annotations
 
 import uuid
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -89,9 +90,13 @@ class JobOperations:
         self._context = context
         self._scheduler = scheduler
         """None in a process that hosts no sessions: jobs can be read and changed there, but none fires."""
-        self._firing_context = (
-            scheduler.context if scheduler else FiringContext(context.config, context.session_resolver)
-        )
+
+    @cached_property  # reading the channels reads the whole configuration
+    def _firing_context(self) -> FiringContext:
+        if self._scheduler is not None:
+            return self._scheduler.context
+        config = self._context.config
+        return FiringContext(config, self._context.session_resolver, frozenset(config.enabled_channels))
 
     async def add(self, caller: Caller, spec: JobSpec, *, key: str | None = None) -> JobView:
         """Add a job. It is durable on return, and fires while a gateway runs.

@@ -9,11 +9,11 @@ from collections.abc import Collection
 
 import msgspec
 
-from antiphon import keys
+from antiphon import access, keys
 from antiphon.access import Caller
 from antiphon.engine import validation
 from antiphon.engine.outbox import delivery_rows, sanitize
-from antiphon.engine.outbox.delivery_rows import WEBCHAT_CHANNEL, NewDelivery
+from antiphon.engine.outbox.delivery_rows import WEBCHAT_CHANNEL, Destination, NewDelivery
 from antiphon.engine.runs import run_queue
 from antiphon.engine.runs.run_queue import NOTE_ORIGIN, AcceptedRun, Submission
 from antiphon.engine.sessions import session_rows
@@ -59,16 +59,52 @@ class PostOperations:
         worker.wake_outbox()
         return view
 
+    async def post_to_chat(
+        self, caller: Caller, text: str, key: str, destination: Destination, session: str = "main"
+    ) -> PostView:
+        """Post a text to a chat of a channel, in the name of a session, which records it. Only operators can.
+
+        Raises:
+            InvalidInput: this gateway does not have the channel.
+            SendBlocked: the send policy denies it.
+        """
+        access.require_operator(caller, "send", "chats by their address", "Post to a session.")
+        validation.validate_message_content(
+            text, self._context.config.store.message_max_bytes, field="message"
+        )
+        validation.validate_idempotency_key(key)
+        self._check_channel(destination.channel, destination.channel)
+        worker = self._context.require_worker()
+        view, note = await self._context.store.tx(
+            self._post, caller, text, key, session, None, self._context.clock.now(), destination
+        )
+        if note is not None:
+            await worker.dispatch_accepted_run(note)
+        worker.wake_outbox()
+        return view
+
     async def _post(
-        self, tx: Tx, caller: Caller, text: str, key: str, target: str, channel: str | None, now: int
+        self,
+        tx: Tx,
+        caller: Caller,
+        text: str,
+        key: str,
+        target: str,
+        channel: str | None,
+        now: int,
+        destination: Destination | None = None,
     ) -> tuple[PostView, AcceptedRun | None]:
         resolver = self._context.session_resolver
-        row = await resolver.open(tx, caller, "send", target)
-        resolver.check_send(row)
-        destination = delivery_rows.resolve_session_destination(
-            await session_rows.load_full_session(tx, row["id"])
-        )
-        self._check_channel(destination.channel, channel)
+        if destination is None:
+            row = await resolver.open(tx, caller, "send", target)
+            resolver.check_send(row)
+            destination = delivery_rows.resolve_session_destination(
+                await session_rows.load_full_session(tx, row["id"])
+            )
+            self._check_channel(destination.channel, channel)
+        else:
+            row, _ = await self._context.open_or_create_session(tx, caller, "send", target, now)
+            resolver.check_send(row, destination.channel)
         body = sanitize.sanitize_for_agents(text)
         if not body:
             raise InvalidInput("The message has no text to send.", "Write one.", field="message")

@@ -21,7 +21,7 @@ import httpx2
 from support.model_provider import serve_asgi
 
 Json = dict[str, Any]
-TOKEN = "123456:" + "A" * 35  # noqa: S105
+TOKEN = "123456:" + "A" * 35
 BOT_ID, BOT_NAME = 123456, "HelperBot"
 GENERAL = 1
 MAX_UNITS = 4096
@@ -97,7 +97,7 @@ class FakeTelegram:
         self.shown: list[Shown] = []
         self.calls: list[tuple[str, Json]] = []
         self.typing: list[Json] = []
-        self.chats: dict[int, Json] = {}
+        self.chats: dict[int, Json] = {7: {"id": 7, "type": "private"}}
         self.topics: dict[int, set[int]] = defaultdict(set)
         self.files: dict[str, bytes] = {}
         self.webhook: Json = {"url": "", "secret_token": None}
@@ -115,9 +115,13 @@ class FakeTelegram:
             try:
                 yield self
             finally:
-                self.released.set()
-                if self._polling and not self._polling.done():
-                    self._polling.cancel()
+                self.close()
+
+    def close(self) -> None:
+        """End what waits."""
+        self.released.set()
+        if self._polling and not self._polling.done():
+            self._polling.set_result(None)
 
     def fail(self, method: str, *faults: Fault) -> None:
         self.faults[method].extend(faults)
@@ -208,15 +212,18 @@ class FakeTelegram:
                 break
         if (match := re.fullmatch(r"/file/bot([^/]+)/(.+)", scope["path"])) and match[1] == self.token:
             content = self.files.get(match[2])
-            return await _respond(send, 200 if content else 404, content or b"")
+            await _respond(send, 200 if content else 404, content or b"")
+            return
         match = re.fullmatch(r"/bot([^/]+)/(\w+)", scope["path"])
         if match is None or match[1] != self.token:
-            return await _respond(send, 401, {"ok": False, "error_code": 401, "description": "Unauthorized"})
+            await _respond(send, 401, {"ok": False, "error_code": 401, "description": "Unauthorized"})
+            return
         parameters: Json = json.loads(body) if body else {}
         await self._answer(match[2], parameters, send)
 
     async def _answer(self, method: str, parameters: Json, send: Any) -> None:
         self.calls.append((method, parameters))
+        self._news.set()
         fault = self.faults[method].popleft() if self.faults[method] else None
         try:
             if fault is not None and fault.kind != "taken_then_reset":

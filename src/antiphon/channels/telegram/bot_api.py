@@ -210,7 +210,7 @@ def _read_response(method: str, status: int, content: bytes) -> Any:
         raise _refuse("forbidden", f"Telegram refused {method}: {described}")
     if 400 <= code < 500:
         lowered = described.lower()
-        kinds = [kind for text, kind in _REFUSALS if text in lowered]
+        kinds: list[RefusalKind] = [kind for text, kind in _REFUSALS if text in lowered]
         raise _refuse(kinds[0] if kinds else "forbidden", f"Telegram refused {method}: {described}")
     raise _doubt(method, f"answered {code}")
 

@@ -85,6 +85,17 @@ class TelegramAccount(ChannelAccount):
             what = f"{path + '.webhookUrl'!r} is set without {path + '.webhookSecret'!r}, so anyone could post updates."
             yield f"{path}.webhookSecret", what, "Set a secret of at least 16 letters and digits."
 
+    def find_missing_credentials(self, account_id: str) -> str | None:
+        token = find_token(self, account_id)
+        if token is None:
+            return "It has no token. Set its 'botToken' or 'tokenFile'."
+        error = token.availability_error
+        if error is None:
+            return None
+        if self.bot_token is None and self.token_file is None:
+            return f"It has no token. Set 'botToken', 'tokenFile' or the variable {TOKEN_VARIABLE}."
+        return str(error)
+
     def find_warnings(self, path: str) -> Iterator[str]:
         lists = {"allowFrom": self.allow_from, "groupAllowFrom": self.group_allow_from or ()}
         for group_id, group in (self.groups or {}).items():

@@ -3,6 +3,7 @@
 from antiphon.gateway.methods import (
     agent,
     approvals,
+    channels,
     chat,
     collaboration,
     cron,
@@ -21,6 +22,7 @@ __all__ = [
     "MethodCall",
     "agent",
     "approvals",
+    "channels",
     "chat",
     "collaboration",
     "cron",

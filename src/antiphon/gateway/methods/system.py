@@ -13,7 +13,6 @@ from msgspec import Meta
 from antiphon import __version__
 from antiphon.access import READ_SCOPE
 from antiphon.config import AgentConfig
-from antiphon.errors import InvalidInput
 from antiphon.gateway.methods.registry import MethodCall, NoParams, rpc_method
 from antiphon.gateway.slash_commands import SLASH_COMMANDS
 from antiphon.gateway.ws.frames import Params
@@ -161,25 +160,6 @@ async def list_questions(call: MethodCall, params: NoParams) -> dict[str, Any]:
     return {"questions": []}
 
 
-class ChannelStatusParams(Params, frozen=True):
-    probe: bool = False
-    timeout_ms: Annotated[int, Meta(ge=0)] | None = None
-    channel: str | None = None
-
-
-@rpc_method("channels.status", READ_SCOPE, ChannelStatusParams)
-async def get_channel_status(call: MethodCall, params: ChannelStatusParams) -> dict[str, Any]:
-    """Return no channels: the web chat is part of the gateway and needs no account."""
-    return {
-        "ts": call.now,
-        "channelOrder": [],
-        "channelLabels": {},
-        "channels": {},
-        "channelAccounts": {},
-        "channelDefaultAccountId": {},
-    }
-
-
 class CommandListParams(Params, frozen=True):
     session_key: str | None = None
     agent_id: str | None = None
@@ -244,27 +224,3 @@ def _read_log_tail(state_dir: Path, cursor: int | None, limit: int, max_bytes: i
         "truncated": cut or (start > 0 and start != cursor),
         "reset": reset,
     }
-
-
-class ChannelSendParams(Params, frozen=True):
-    to: Annotated[str, Meta(min_length=1)]
-    idempotency_key: Annotated[str, Meta(min_length=1)]
-    message: str | None = None
-    channel: str | None = None
-    account_id: str | None = None
-    thread_id: str | None = None
-    session_key: str | None = None
-    agent_id: str | None = None
-    media_url: str | None = None
-    media_urls: list[str] = []
-    reply_to_id: str | None = None
-
-
-@rpc_method("send", "operator.write", ChannelSendParams)
-async def send_to_channel(call: MethodCall, params: ChannelSendParams) -> dict[str, Any]:
-    """Reject the request: this release has no external channels."""
-    raise InvalidInput(
-        f"unknown channel: {params.channel or 'none'}.",
-        "No channel is configured; use chat.send to talk to a session.",
-        field="channel",
-    )
