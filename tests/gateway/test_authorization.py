@@ -106,6 +106,9 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "exec.approval.grants": (APPROVALS, {}),
     "exec.approval.revoke": (APPROVALS, {"id": "none"}),
     "deliveries.retry": (ADMIN, {"key": "task:dead"}),
+    "pairing.list": (ADMIN, {}),
+    "pairing.approve": (ADMIN, {"channel": "telegram", "code": "ABCDEFGH"}),
+    "pairing.revoke": (ADMIN, {"channel": "telegram", "sender": "7"}),
     "chat.inject": (ADMIN, {"sessionKey": MAIN, "message": "x"}),
     "sessions.reset": (ADMIN, {"key": SPARE}),
     "sessions.compact": (ADMIN, {"key": MAIN, "maxLines": 1}),
@@ -119,6 +122,7 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
 NOTHING_THERE = (  # no channel, earlier conversation, exchange, approval or grant
     *("send", "sessions.restore", "exchanges.get"),
     *("exec.approval.resolve", "exec.approval.waitDecision", "exec.approval.revoke"),
+    *("pairing.approve", "pairing.revoke"),
 )
 CHAT = {"model": "antiphon", "messages": [{"role": "user", "content": "hi"}]}
 # What each route needs: a scope, nothing, or the token of hooks.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from antiphon import access
 from antiphon.access import Caller
 from antiphon.channel_manifest import load_manifest
-from antiphon.config.channels import ChannelConfig
 from antiphon.engine.inbound import pairing_rows
 from antiphon.errors import NotFound
 from antiphon.operations.context import OperationContext
 from antiphon.operations.types import PairingView
 from antiphon.store import Row
+
+if TYPE_CHECKING:
+    from antiphon.config.channels import ChannelConfig
 
 SHARED_MAIN_WARNING = (
     "'session.dmScope' is 'main', so all direct chats share one session, and each person can read what the others"
