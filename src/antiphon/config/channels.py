@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationInfo
@@ -242,6 +243,10 @@ class ChannelConfig(ChannelAccount):
 
     def list_accounts(self) -> dict[str, Self]:
         """Return every account with its settings merged."""
+        return self._merged_accounts
+
+    @cached_property  # every message needs it
+    def _merged_accounts(self) -> dict[str, Self]:
         merged = {name: self.merge_account(own) for name, own in self.accounts.items()}
         if DEFAULT_ACCOUNT not in merged and self.has_default_credentials:
             merged = {DEFAULT_ACCOUNT: self, **merged}

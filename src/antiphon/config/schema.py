@@ -13,6 +13,7 @@ from pydantic import (
     field_validator,
 )
 
+from antiphon.channel_manifest import list_channel_names
 from antiphon.config.acp import AcpConfig
 from antiphon.config.agents import (
     IMPLICIT_AGENT_ID,
@@ -23,7 +24,13 @@ from antiphon.config.agents import (
     merge_agent,
 )
 from antiphon.config.base import Section
-from antiphon.config.channels import BindingConfig, ChannelConfig, MessagesConfig, validate_blocks
+from antiphon.config.channels import (
+    BindingConfig,
+    ChannelConfig,
+    MessagesConfig,
+    load_channel_model,
+    validate_blocks,
+)
 from antiphon.config.mcp import McpConfig, McpServerConfig, McpServers
 from antiphon.config.secrets import Secret
 from antiphon.config.sections import (
@@ -304,4 +311,9 @@ def _build_implied_provider(name: str, model_ids: list[str]) -> ImpliedProvider:
 def build_json_schema() -> dict[str, Any]:
     """The published JSON Schema of the config file."""
     schema = Config.model_json_schema(by_alias=True)
+    for name in list_channel_names():
+        section = load_channel_model(name)
+        own = section.model_json_schema(by_alias=True) if section else {}
+        schema["$defs"] |= own.pop("$defs", {})
+        schema["properties"]["channels"].setdefault("properties", {})[name] = own
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "Antiphon config"}

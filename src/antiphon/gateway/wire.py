@@ -221,7 +221,7 @@ def check_channel(field: str, channel: str | None) -> None:
     """
     if channel and channel.lower() not in CHANNELS_SHOWN_IN_SESSION:
         raise InvalidInput(
-            f"{field!r} is {channel[:80]!r}, a channel that this gateway does not have.",
+            f"{field!r} is {channel[:80]!r}, a channel that answers are not delivered to from here.",
             "Leave it out, or pass 'webchat': the answer is shown in the session.",
             field=field,
         )
