@@ -147,6 +147,7 @@ def _prepare(program: Program, text: str, url: str, telegram_url: str) -> Prepar
         settings["baseUrl"] = url + urlsplit(_base_url(name, settings)).path
     _leave_the_cluster(fitted)
     if telegram := fitted.get("channels", {}).get("telegram"):
+        telegram.pop("accounts", None)  # each would need a bot of its own
         telegram |= {"apiRoot": telegram_url, "botToken": TELEGRAM_TOKEN}
     program.state.mkdir(mode=0o700)
     secrets = dict(_place_secrets(fitted, program.state))

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.parse import parse_qsl
 
 import httpx2
 
@@ -218,7 +219,7 @@ class FakeTelegram:
         if match is None or match[1] != self.token:
             await _respond(send, 401, {"ok": False, "error_code": 401, "description": "Unauthorized"})
             return
-        parameters: Json = json.loads(body) if body else {}
+        parameters = _read_parameters(body)
         await self._answer(match[2], parameters, send)
 
     async def _answer(self, method: str, parameters: Json, send: Any) -> None:
@@ -264,7 +265,8 @@ class FakeTelegram:
         return {"id": BOT_ID, "is_bot": True, "first_name": "Helper", "username": BOT_NAME}
 
     async def _do_getWebhookInfo(self, parameters: Json) -> Json:
-        return {"url": self.webhook["url"], "pending_update_count": len(self.undelivered)}
+        waiting = len(self.undelivered)
+        return {"url": self.webhook["url"], "has_custom_certificate": False, "pending_update_count": waiting}
 
     async def _do_setWebhook(self, parameters: Json) -> bool:
         assert "drop_pending_updates" not in parameters
@@ -330,11 +332,8 @@ class FakeTelegram:
         content = self.files.get(parameters["file_id"])
         if content is None:
             raise Refusal(400, "Bad Request: invalid file_id")
-        return {
-            "file_id": parameters["file_id"],
-            "file_path": parameters["file_id"],
-            "file_size": len(content),
-        }
+        name = parameters["file_id"]
+        return {"file_id": name, "file_unique_id": name, "file_path": name, "file_size": len(content)}
 
     def _find_chat(self, parameters: Json) -> int:
         chat = parameters["chat_id"]
@@ -346,6 +345,20 @@ class FakeTelegram:
         if self.chats[chat].get("blocked"):
             raise Refusal(403, "Forbidden: bot was blocked by the user")
         return chat
+
+
+def _read_parameters(body: bytes) -> Json:
+    """The parameters of a call, which Telegram takes as JSON or as a form."""
+    if not body or body.startswith(b"{"):
+        return json.loads(body or b"{}")
+    return {name: _read_value(value) for name, value in parse_qsl(body.decode())}
+
+
+def _read_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _find_entities(text: str) -> list[Json]:
