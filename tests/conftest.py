@@ -18,6 +18,7 @@ from support.docker_daemon import DaemonMissing, DockerDaemon, run_docker_daemon
 from support.privileges import open_way_to
 
 DUAL_DATABASE_PATHS = (
+    "channels/test_channel_contract.py",
     "chaos/",
     "engine/",
     "gateway/",

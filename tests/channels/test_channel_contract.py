@@ -100,6 +100,23 @@ async def test_what_was_written_while_the_gateway_was_down_is_answered_in_order_
         assert await service.until_shown(12, OWNER) == [f"heard m{n}" for n in range(12)]
 
 
+@pytest.mark.requirement("CH8", "N4")
+async def test_a_gateway_that_is_stopped_leaves_no_answer_in_doubt(service: Service, tmp_path: Path) -> None:
+    settings = {"dmPolicy": "open", "allowFrom": ["*"]}
+    session = {"dmScope": "per-channel-peer"}
+    users = [str(1000 + number) for number in range(30)]
+    for round_number in range(1, 4):
+        for user in users:
+            await service.write(f"m{round_number}", user=user)
+        async with open_chats(tmp_path, service, settings, heard, session=session):
+            await service.until_shown(30 * round_number - 20)
+    async with open_chats(tmp_path, service, settings, heard, session=session) as chats:
+        await service.until_shown(90)
+        assert {row["state"] for row in chats.rows("SELECT state FROM deliveries")} == {"delivered"}
+    expected = [f"heard m{number}" for number in range(1, 4)]
+    assert {user: service.texts(user) for user in users} == dict.fromkeys(users, expected)
+
+
 @pytest.mark.requirement("CH3", "N4")
 async def test_an_answer_that_may_have_arrived_is_not_sent_again(service: Service, tmp_path: Path) -> None:
     service.take_next_send_then_reset()

@@ -150,7 +150,7 @@ class ChannelHost:
         owner: str,
         wake_outbox: Any,
     ) -> AsyncGenerator[None]:
-        """Run every account while the context is open."""
+        """Connect and receive for every account while the context is open."""
         self._inbound, self._store, self._bus = inbound, store, bus
         work: list[Coroutine[Any, Any, None]] = [
             self._run_account(account, store, owner, wake_outbox) for account in self._list_accounts()
@@ -163,6 +163,12 @@ class ChannelHost:
             for task in (*tasks, *self._typing):
                 task.cancel()
             await asyncio.gather(*tasks, *self._typing, return_exceptions=True)
+
+    async def aclose(self) -> None:
+        """Close the connections. The outbox sends until then, also when nothing is received any more."""
+        for account in self._list_accounts():
+            if account.adapter is not None:
+                await account.adapter.close()
 
     def _list_accounts(self) -> list[_Account]:
         return [account for accounts in self._channels.values() for account in accounts.values()]
@@ -181,22 +187,18 @@ class ChannelHost:
         """Keep an account connected until cancelled."""
         pause = MIN_RECONNECT_SECONDS
         loop = asyncio.get_running_loop()
-        try:
-            while True:
-                began = loop.time()
-                try:
-                    await self._connect(account)
-                    wake_outbox()
-                    await self._receive(account, store, owner)
-                except Exception as error:  # noqa: BLE001 - an adapter must not affect other accounts
-                    self._report_failure(account, error)
-                if loop.time() - began > STABLE_CONNECTION_SECONDS:
-                    pause = MIN_RECONNECT_SECONDS
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
-                pause = min(MAX_RECONNECT_SECONDS, pause * 2)
-        finally:
-            if account.adapter is not None:
-                await account.adapter.close()
+        while True:
+            began = loop.time()
+            try:
+                await self._connect(account)
+                wake_outbox()
+                await self._receive(account, store, owner)
+            except Exception as error:  # noqa: BLE001 - an adapter must not affect other accounts
+                self._report_failure(account, error)
+            if loop.time() - began > STABLE_CONNECTION_SECONDS:
+                pause = MIN_RECONNECT_SECONDS
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
+            pause = min(MAX_RECONNECT_SECONDS, pause * 2)
 
     async def _connect(self, account: _Account) -> None:
         if account.adapter is None:

@@ -39,6 +39,7 @@ async def can_request_pairing(tx: Tx, channel: str, account: str, sender: str, n
 
 async def request_pairing(tx: Tx, channel: str, account: str, sender: str, name: str, now: int) -> str | None:
     """Return the code of a new request; None if the sender has one already, or if too many wait."""
+    await tx.lock(f"pairing:{channel}:{account}")  # so that the count below still holds at the commit
     await tx.do(SQL.delete_expired, now=now)
     pending = await tx.one(SQL.count_pending, channel=channel, account=account, now=now)
     if pending and pending["pending"] >= MAX_PENDING_REQUESTS:
