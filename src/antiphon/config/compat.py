@@ -106,6 +106,7 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
             "ackReaction ackReactionScope inbound messagePrefix queue removeAckAfterReply responsePrefix"
             " responseUsage statusReactions suppressToolErrors tts usageTemplate visibleReplies"
         ),
+        "agents.list.[].groupChat": "historyLimit",
         "bindings.[]": "acp session",
         "hooks": "gmail internal mappings maxBodyBytes presets transformsDir",
         "cron": "failureAlert failureDestination retry runLog sessionRetention store webhook webhookToken",
@@ -174,6 +175,7 @@ FOREIGN_KEY_ADVICE: dict[str, str] = {
     "docker.dangerouslyAllowExternalBindSources": "all but system directories can be bound. Remove it.",
     "docker.dangerouslyAllowReservedContainerTargets": "'/workspace', '/agent' and '/tmp' are taken. Remove it.",
     "docker.workspaceMountPropagation": "mounts below the workspace are not shown. Use 'sandbox.binds' for them.",
+    "groupChat.historyLimit": "the limit is the same for all agents. Use 'historyLimit' of the channel.",
     "messages.queue": "messages of a session are answered one after the other. Remove it.",
     "messages.inbound": "each message is answered by itself. Remove it.",
     "approvals": "requests are shown to every approver. Use `antiphon approvals` and 'tools.approvals.timeoutSeconds'.",

@@ -63,7 +63,7 @@ class TelegramAccount(ChannelAccount):
     webhook_path: Annotated[str, Field(pattern=URL_PATH_PATTERN)] | None = Field(
         default=None, description="A further path of the webhook, besides `/channels/telegram/<account>`."
     )
-    timeout_seconds: Annotated[float, Field(ge=1, le=300)] = Field(
+    timeout_seconds: Annotated[float, Field(ge=1, le=3600)] = Field(
         default=20.0, description="For one request to the Bot API."
     )
     proxy: Annotated[str, Field(pattern=WEB_ADDRESS_PATTERN)] | None = None

@@ -168,10 +168,11 @@ async def _resolve_reply_target(
         await session_rows.load_full_session(tx, main["id"])
     )
     if delivery.channel != LAST_USED_CHANNEL:
+        section = context.config.channel_sections.get(delivery.channel)
         destination = Destination(
             channel=delivery.channel,
             to=delivery.to or (main["key"] if delivery.channel == delivery_rows.WEBCHAT_CHANNEL else None),
-            account_id=delivery.account_id,
+            account_id=delivery.account_id or (section.default_account_id if section else None),
             thread_id=delivery.thread_id,
         )
     return ReplyTarget(session=main["id"], session_key=main["key"], destination=destination)
