@@ -148,7 +148,7 @@ async def test_a_login_that_is_not_allowed_keeps_the_earlier_one(program: Progra
             assert state and back
             terminal.expect("paste its address")
             terminal.type("http://127.0.0.1:1/callback?code=a&state=other")
-            terminal.expect("not the address")
+            terminal.expect("does not belong to this login")
             terminal.type(f"http://127.0.0.1:1/callback?error=access_denied&state={state[1]}")
             terminal.expect("was not allowed")
             assert terminal.ended() == 5
