@@ -23,7 +23,7 @@ MAX_KEPT_TOOL_CALLS = MAX_TOOL_CALLS_PER_ANSWER + 1
 MAX_TOOL_NAME_CHARACTERS = 128
 MAX_ARGUMENT_LEVELS = 64
 """Maximum nesting depth of arguments, since they are read and written recursively."""
-_TOO_DEEP_TEXT = "(nested too deeply to be kept)"
+TOO_DEEP_TEXT = "(nested too deeply to be kept)"
 
 MAX_CALL_ID_CHARACTERS = 200
 _STORABLE_ID_PATTERN = re.compile(rf"[ -~]{{1,{MAX_CALL_ID_CHARACTERS}}}")
@@ -43,7 +43,7 @@ def build_tool_call(
     arguments = parse_arguments(written)
     kept = native or {}
     if arguments is None:
-        kept = {**kept, INVALID_ARGUMENTS_KEY: written if isinstance(written, str) else _TOO_DEEP_TEXT}
+        kept = {**kept, INVALID_ARGUMENTS_KEY: written if isinstance(written, str) else TOO_DEEP_TEXT}
     if not call_id or call_id in taken:
         # Some local servers count from zero in every answer; a result must belong to exactly one call.
         call_id = f"call_{uuid.uuid4().hex[:24]}"

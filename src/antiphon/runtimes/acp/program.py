@@ -41,6 +41,8 @@ INITIALIZE_TIMEOUT_SECONDS = 20.0
 OPEN_SESSION_TIMEOUT_SECONDS = 30.0
 EXIT_NOTICE_SECONDS = 0.5  # from the end of the output to the news that the process has ended
 MAX_REASON_CHARACTERS = 400
+MAX_MODEL_NAME_CHARACTERS = 200
+MAX_OPEN_REQUESTS = 100  # of a program
 AUTHENTICATION_REQUIRED_CODE = -32000
 
 
@@ -97,41 +99,79 @@ class _PipeTransport:
 
     def __init__(self, process: ChildProcess, stdout: asyncio.StreamReader) -> None:
         self._process = process
+        self._stdout = stdout
         self._lines: AsyncGenerator[bytes] = read_lines(stdout)
         self._writing = asyncio.Lock()
+        self._open_requests = 0
         self.fault: str | None = None
         self.closed = asyncio.Event()
 
     async def send(self, message: Json) -> None:
         data = json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        is_answer = "method" not in message
         try:
             async with self._writing:
                 await write_all(self._process.stdin, data)
         except TimeoutError:
-            self.fault = f"it has read nothing for {WRITE_TIMEOUT_SECONDS:.0f} s"
-            raise ConnectionError(self.fault) from None
+            self._fail(f"it has read nothing for {WRITE_TIMEOUT_SECONDS:.0f} s")
+        except OSError:
+            self._fail(None)
+        finally:
+            self._open_requests -= is_answer
+        if self.closed.is_set() and not is_answer:
+            raise ConnectionError(self.fault)
 
     async def receive(self) -> Json | None:
         try:
             async for line in self._lines:
-                if (message := _parse_message(line)) is not None:
-                    return message
+                if (message := _parse_message(line)) is None:
+                    continue
+                if message.get("method") is not None and "id" in message:
+                    await self._count_request()
+                return message
         except LineTooLong:
             self.fault = f"it sent a message of more than {MAX_LINE_BYTES} bytes"
+        except ConnectionError:  # by `_fail`
+            pass
         self.closed.set()
         return None
+
+    async def _count_request(self) -> None:
+        if self._open_requests >= MAX_OPEN_REQUESTS:
+            await asyncio.sleep(0)  # lets those be answered that need no waiting
+        if self._open_requests >= MAX_OPEN_REQUESTS:
+            self._fail(f"it asked for {MAX_OPEN_REQUESTS} things without waiting for an answer")
+            raise ConnectionError
+        self._open_requests += 1
+
+    def _fail(self, fault: str | None) -> None:
+        """End the connection, since a message was lost or too many are open."""
+        self.fault = self.fault or fault
+        self.closed.set()
+        self._stdout.set_exception(ConnectionError())
 
     async def close(self) -> None:
         self.closed.set()
 
 
 def _parse_message(line: bytes) -> Json | None:
+    """Return a message that the library can take; None if it is none. An answer may have any error."""
     try:
-        message = decode_foreign_json(line)
+        decoded = decode_foreign_json(line)
     except (ValueError, RecursionError):
+        decoded = None
+    if not isinstance(decoded, dict):
         log.debug("An ACP program printed %d bytes that are not a message", len(line))
         return None
-    return cast("Json", message) if isinstance(message, dict) else None
+    message = cast("Json", decoded)
+    if message.get("method") is not None:
+        return message
+    error: Any = message.get("error")
+    if not isinstance(message.get("id"), int):
+        return None
+    if "result" not in message and not isinstance(error, dict):
+        message["error"] = {"message": "an error without a reason" if error is None else str(error)}
+    return message
 
 
 def find_model(answer: object) -> str | None:
@@ -141,10 +181,10 @@ def find_model(answer: object) -> str | None:
     except msgspec.ValidationError:
         return None
     if opened.models is not None:
-        return opened.models.current_model_id
+        return clean_text(opened.models.current_model_id, MAX_MODEL_NAME_CHARACTERS)
     for option in opened.config_options or []:
         if option.get("category") == "model" and isinstance(name := option.get("currentValue"), str):
-            return name
+            return clean_text(name, MAX_MODEL_NAME_CHARACTERS)
     return None
 
 
@@ -339,7 +379,8 @@ class AcpProgram:
         code = self._process.exit_code
         how = "" if code is None else f" (exit code {code})" if code >= 0 else f" (killed by signal {-code})"
         said = f"; it printed last: {self.errors.last_line}" if self.errors.last_line else ""
-        return self._build_error(f"it ended{how}{said}")
+        what = "ended" if self._process.exited.is_set() else "closed its input or its output"
+        return self._build_error(f"it {what}{how}{said}")
 
     def _build_error(self, reason: str) -> AgentProgramFailed:
         return AgentProgramFailed(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast, get_args
 
 import msgspec
 
@@ -26,17 +26,20 @@ from antiphon.messages import (
 )
 from antiphon.runtimes import Deltas
 from antiphon.runtimes.text import cut_middle, repair_surrogates, sanitize_answer
-from antiphon.runtimes.tool_calls import make_storable_id
+from antiphon.runtimes.tool_calls import TOO_DEEP_TEXT, is_too_deep, make_storable_id
 from antiphon.runtimes.turns import TurnHost
 
 MAX_CALLS_PER_TURN = 5000
 MAX_TEXT_CHARACTERS_PER_TURN = 8_000_000
+CHARACTERS_PER_BLOCK = 100  # that a block of text counts besides its own
+MAX_CALL_BYTES_PER_TURN = 32 * 2**20  # of the calls that have no result yet
+MAX_COMPARED_LINES = 2000  # of a file; the time of a comparison grows with their square
+CONTEXT_LINES = 2  # around a change
 MAX_RESULT_CHARACTERS = 30_000
 MAX_ARGUMENT_CHARACTERS = 60_000
 MAX_TITLE_CHARACTERS = 300
-TOOL_KINDS: frozenset[str] = frozenset(
-    ("read", "edit", "delete", "move", "search", "execute", "think", "fetch", "switch_mode", "other")
-)
+_TOOL_KINDS: tuple[ToolKind, ...] = get_args(ToolKind)
+_LONG_FIELDS = frozenset({"rawInput", "rawOutput", "content"})
 NO_RESULT_TEXT = "(The program reported no result.)"
 
 Json: TypeAlias = dict[str, Any]
@@ -55,18 +58,29 @@ class RecordedCall:
         self.content: list[Json] = []
         self.output: Any = None
         self.is_started = False
-        self.is_committed = False
+        self.is_reported = False
+        """Whether its result is in the transcript, or about to be."""
+        self._bytes_by_field: dict[str, int] = {}
 
     @property
     def has_ended(self) -> bool:
         return self.status in ("completed", "failed")
 
+    @property
+    def size(self) -> int:
+        """How many bytes it has as JSON."""
+        return sum(self._bytes_by_field.values())
+
     def update(self, fields: Json) -> None:
         """Apply what an update says; fields that it leaves out stay."""
+        for name in _LONG_FIELDS & fields.keys():
+            if is_too_deep(fields[name]):
+                fields = {**fields, name: TOO_DEEP_TEXT}
+            self._bytes_by_field[name] = len(msgspec.json.encode(fields[name]))
         if isinstance(title := fields.get("title"), str):
             self.title = clean_text(title, MAX_TITLE_CHARACTERS)
-        if fields.get("kind") in TOOL_KINDS:
-            self.kind = fields["kind"]
+        if (kind := fields.get("kind")) in _TOOL_KINDS:
+            self.kind = kind
         if fields.get("rawInput") is not None:
             self.input = fields["rawInput"]
         if fields.get("rawOutput") is not None:
@@ -79,6 +93,11 @@ class RecordedCall:
         if status in ("pending", "in_progress", "completed", "failed") and not self.has_ended:
             self.status = status
             self.is_started = self.is_started or status != "pending"
+
+    def clear(self) -> None:
+        """Forget what is in the transcript now."""
+        self.content, self.output, self.input = [], None, None
+        self._bytes_by_field.clear()
 
     def build_call(self) -> ToolCall:
         given: Any = self.input
@@ -127,10 +146,31 @@ def render_content(content: Json) -> str:
 
 
 def render_diff(path: str, old: str, new: str) -> str:
-    """Return the changed lines of a file, with a few around them."""
+    """Return the changed lines of a file, with a few around them. In a long file, all from the first to the last."""
     name = clean_text(path, MAX_TITLE_CHARACTERS)
-    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), name, name, lineterm="", n=2)
+    before, after = old.splitlines(), new.splitlines()
+    if max(len(before), len(after)) > MAX_COMPARED_LINES:
+        return "\n".join([f"--- {name}", f"+++ {name}", *_build_hunk(before, after)])
+    lines = difflib.unified_diff(before, after, name, name, lineterm="", n=CONTEXT_LINES)
     return "\n".join(lines)
+
+
+def _build_hunk(before: Sequence[str], after: Sequence[str]) -> Sequence[str]:
+    """Return one change that covers all that differs, without looking for equal lines in between."""
+    shorter = min(len(before), len(after))
+    start = next((n for n in range(shorter) if before[n] != after[n]), shorter)
+    rest = shorter - start
+    same_at_end = next((n for n in range(rest) if before[-1 - n] != after[-1 - n]), rest)
+    first = max(0, start - CONTEXT_LINES)
+    ends = [len(lines) - max(0, same_at_end - CONTEXT_LINES) for lines in (before, after)]
+    following = len(before) - same_at_end
+    return [
+        f"@@ -{first + 1},{ends[0] - first} +{first + 1},{ends[1] - first} @@",
+        *(f" {line}" for line in before[first:start]),
+        *(f"-{line}" for line in before[start:following]),
+        *(f"+{line}" for line in after[start : len(after) - same_at_end]),
+        *(f" {line}" for line in before[following : ends[0]]),
+    ]
 
 
 class _Piece:
@@ -162,6 +202,7 @@ class TurnRecorder:
         self._work: list[Callable[[], Awaitable[None]]] = []
         self._flushing = asyncio.Lock()
         self._characters = 0
+        self._call_bytes = 0
         self.has_work = asyncio.Event()
         self.fault: AgentProgramFailed | None = None
 
@@ -179,7 +220,7 @@ class TurnRecorder:
                 pass  # plans, modes and commands are the program's own
 
     def apply_call(self, update: Json, *, starts: bool = False) -> RecordedCall | None:
-        """Apply an update of a call, which may be the first one."""
+        """Apply an update of a call, which may be the first that is heard of it. None if it is too late for that."""
         program_id = update.get("toolCallId")
         if not isinstance(program_id, str) or self.fault is not None:
             return None
@@ -190,7 +231,14 @@ class TurnRecorder:
                 return None
             call = self._calls[program_id] = RecordedCall(program_id, self._make_call_id(program_id))
             self._blocks.append(call)
+        if call.is_reported:
+            return None
+        self._call_bytes -= call.size
         call.update(update)
+        self._call_bytes += call.size
+        if self._call_bytes > MAX_CALL_BYTES_PER_TURN:
+            self._fail("The tool calls that it makes at the same time are too long.")
+            return None
         call.is_started = call.is_started or starts
         self._advance()
         return call
@@ -206,6 +254,7 @@ class TurnRecorder:
         if not isinstance(last, _Piece) or last.is_thinking != is_thinking:
             last = _Piece(is_thinking=is_thinking)
             self._blocks.append(last)
+            self._characters += CHARACTERS_PER_BLOCK
         last.parts.append(text)
         (self._deltas.thinking if is_thinking else self._deltas.text)(text)
 
@@ -250,17 +299,18 @@ class TurnRecorder:
 
     async def _commit_answer(self, answer: AssistantMessage, calls: Iterable[RecordedCall]) -> None:
         await self._host.commit([answer])
-        for call in calls:
-            call.is_committed = True
         for call in answer.tool_calls:
             self._host.show_call(call, None)
 
     async def _commit_results(self, calls: Sequence[RecordedCall]) -> None:
+        for call in calls:
+            call.is_reported = True
         results = [call.build_result(self._host.now()) for call in calls]
         await self._host.commit(results)
         for call, result in zip(calls, results, strict=True):
             self._host.show_call(call.build_call(), result)
-            call.content, call.output, call.input = [], None, None
+            self._call_bytes -= call.size
+            call.clear()
 
     async def flush(self) -> None:
         """Commit what is scheduled."""
