@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from antiphon.access import Caller
+from antiphon.workspace.agent_programs import AgentProgramLauncher, PreparedProgram
 from support.acp_agents import CODER, OPERATOR, describe_agents, open_acp_app
 from support.mcp_servers import find_processes
 
@@ -183,3 +187,42 @@ async def test_each_turn_of_a_oneshot_program_has_a_process_of_its_own(tmp_path:
         first = await app.reply("pid", CODER)
         assert find_processes(str(tmp_path)) == []
         assert await app.reply("pid") != first
+
+
+@pytest.mark.requirement("AT19")
+async def test_sessions_that_begin_at_once_keep_within_the_limit_of_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = AgentProgramLauncher.prepare
+    is_another_preparing = asyncio.Event()
+    preparing = 0
+
+    async def prepare_slowly(self: AgentProgramLauncher, caller: Caller) -> PreparedProgram:
+        nonlocal preparing
+        preparing += 1
+        if preparing > 1:
+            is_another_preparing.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await is_another_preparing.wait()
+        preparing -= 1
+        return await prepare(self, caller)
+
+    monkeypatch.setattr(AgentProgramLauncher, "prepare", prepare_slowly)
+    async with open_acp_app(tmp_path, describe_agents(acp={"maxConcurrentSessions": 1})) as app:
+        keys = [f"agent:coder:{name}" for name in "abc"]
+        assert await asyncio.gather(*(app.reply("say:done", key) for key in keys)) == ["done"] * 3
+    assert not is_another_preparing.is_set()
+
+
+@pytest.mark.requirement("AT19")
+async def test_a_cancelled_turn_makes_room_for_one_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("antiphon.runtimes.acp.sessions.CANCEL_GRACE_SECONDS", 0.5)
+    async with open_acp_app(tmp_path, describe_agents(acp={"maxConcurrentSessions": 1})) as app:
+        deaf = await app.say("tool:read deaf")
+        await app.wait_for_entries(3)
+        waiting = await app.say("say:done", "agent:coder:other")
+        await app.app.operations.runs.stop(OPERATOR, CODER, deaf)
+        assert (await app.wait_for_end(waiting)).reply == "done "

@@ -90,6 +90,8 @@ class AgentSession:
         assert agent.runtime.acp is not None
         self.conversation = conversation
         self.program: AcpProgram | None = None
+        self.is_starting = False
+        """Whether it was given room for a process that does not run yet (`AcpSessions.make_room`)."""
         self.used_at = time.monotonic()
         self.turn: str | None = None
         """The run that is answered now."""
@@ -99,6 +101,7 @@ class AgentSession:
         self._prepared: LaunchableProgram | None = None
         self._tools: SessionTools | None = None
         self._settling: asyncio.Task[None] | None = None
+        self._ending_count = 0
         self._instructions = ""
         self._recorder: TurnRecorder | None = None
         self._host: TurnHost | None = None
@@ -114,6 +117,11 @@ class AgentSession:
     @property
     def is_oneshot(self) -> bool:
         return self._config.mode == "oneshot"
+
+    @property
+    def takes_room(self) -> bool:
+        """Whether a process of it runs, is about to, or has not ended yet."""
+        return self.program is not None or self.is_starting or self._ending_count > 0
 
     @property
     def is_idle(self) -> bool:
@@ -154,6 +162,7 @@ class AgentSession:
             raise
         except BaseException:
             self._settling = asyncio.create_task(self._settle(program, answering))
+            self._settling.add_done_callback(lambda _: self._owner.note_change())
             raise
         finally:
             self._recorder = self._host = None
@@ -287,14 +296,14 @@ class AgentSession:
             await self.end_program()
         if self.program is not None:
             return self.program, await self._owner.load_memory(self.conversation, self._digest)
-        await self._owner.make_room(self)
-        module = await asyncio.to_thread(importlib.import_module, "antiphon.runtimes.acp.program")
-        prepared = self._prepared = await self._owner.prepare(host.identity.caller)
-        program: AcpProgram = module.AcpProgram(self._config.name, self._owner.processes, self)
-        self.program = program
-        self._instructions = ""
-        self._counted, self._cost, self._latest_cost = {}, 0.0, None
         try:
+            await self._owner.make_room(self)
+            module = await asyncio.to_thread(importlib.import_module, "antiphon.runtimes.acp.program")
+            prepared = self._prepared = await self._owner.prepare(host.identity.caller)
+            program: AcpProgram = module.AcpProgram(self._config.name, self._owner.processes, self)
+            self.program = program
+            self._instructions = ""
+            self._counted, self._cost, self._latest_cost = {}, 0.0, None
             try:
                 await program.start(prepared.command)
             finally:
@@ -312,6 +321,9 @@ class AgentSession:
         except BaseException:
             await asyncio.shield(self.end_program())
             raise
+        finally:
+            self.is_starting = False
+            self._owner.note_change()
         return program, memory
 
     async def _open_tools(
@@ -350,12 +362,17 @@ class AgentSession:
         program, self.program = self.program, None
         prepared, self._prepared = self._prepared, None
         tools, self._tools = self._tools, None
-        if tools is not None:
-            await tools.close()
-        if program is not None:
-            await program.close()
-        if prepared is not None:
-            prepared.close()
+        self._ending_count += 1
+        try:
+            if tools is not None:
+                await tools.close()
+            if program is not None:
+                await program.close()
+            if prepared is not None:
+                prepared.close()
+        finally:
+            self._ending_count -= 1
+            self._owner.note_change()
 
     # --- the prompt ---
 
@@ -469,21 +486,23 @@ class AcpSessions:
         await asyncio.to_thread(self._memories.save, conversation, memory)
 
     async def make_room(self, for_session: AgentSession) -> None:
-        """Wait until another process may be started, ending the one that has been idle for longest if necessary."""
+        """Wait until a session may start its process, ending the one that has been idle for longest if necessary."""
         while True:
-            running = [
-                session
-                for session in self._sessions.values()
-                if session.program is not None and session is not for_session
-            ]
+            others = [session for session in self._sessions.values() if session is not for_session]
+            running = [session for session in others if session.takes_room]
             if len(running) < self._config.acp.max_concurrent_sessions:
+                for_session.is_starting = True
                 return
-            idle = [session for session in running if session.is_idle]
+            idle = [session for session in running if session.is_idle and session.program is not None]
             if idle:
                 await min(idle, key=lambda session: session.used_at).end_program()
             else:
                 self._has_changed.clear()
                 await self._has_changed.wait()
+
+    def note_change(self) -> None:
+        """Have those look again that wait for room."""
+        self._has_changed.set()
 
     async def _sweep(self) -> None:
         """End the processes that were idle for too long."""
