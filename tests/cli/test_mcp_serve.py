@@ -88,12 +88,12 @@ def test_a_session_is_acted_as(program: Program) -> None:
         assert row["key"] == "agent:helper:dashboard:ü 1"
 
 
-def test_everything_received_is_answered_before_it_ends(program: Program) -> None:
+@pytest.mark.parametrize("wrong", ["{not json", "[" * 5000])
+def test_everything_received_is_answered_before_it_ends(program: Program, wrong: str) -> None:
     program.configure(CONFIG)
     with up(program):
         calls = [call(number, "sessions_list") for number in range(1, 30)]
         sent = call(30, "sessions_send", agentId="helper", message="say hi", timeoutSeconds=30)
-        wrong = "{not json"
         answers = serve(program, INITIALIZE, "", *calls, sent, request(31, "no/such"), wrong)
         assert answers.keys() == {*range(32), None}
         assert answers[0]["result"]["protocolVersion"] == "2025-11-25"

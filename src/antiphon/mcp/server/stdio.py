@@ -105,7 +105,7 @@ class StdioBridge:
             return
         try:
             message = msgspec.json.decode(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             await self._write_error(None, PARSE_ERROR_CODE, "The line is not JSON.")
             return
         if not isinstance(message, dict):
