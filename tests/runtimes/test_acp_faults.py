@@ -53,6 +53,16 @@ async def test_a_fault_that_cannot_be_ignored_ends_the_turn_and_not_the_session(
         assert await app.reply("say:after") == "after end"
 
 
+async def test_what_a_program_refused_to_read_is_told_again(tmp_path: Path) -> None:
+    async with open_acp_app(tmp_path, FAULTY) as app:
+        await app.ask("error:the-word-is-blue")
+        first = await app.reply("prompt")
+        assert "Instructions for this session" in first and "the-word-is-blue" in first
+        await app.ask("error:the-word-is-red")
+        second = await app.reply("prompt")
+        assert "the-word-is-red" in second and "the-word-is-blue" not in second
+
+
 async def test_arguments_that_cannot_be_read_again_are_not_stored(tmp_path: Path) -> None:
     async with open_acp_app(tmp_path, FAULTY) as app:
         await app.reply("deep:900")

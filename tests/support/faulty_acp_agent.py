@@ -1,4 +1,4 @@
-"""An ACP agent that breaks the protocol. The message names the fault; every turn ends with an answer after it.
+"""An ACP agent that breaks the protocol. The message names the fault; every turn but that of `error` ends with an answer after it.
 
 Messages are written by hand, because a library would not send these.
 """
@@ -34,8 +34,9 @@ def send_invalid_id(_: str) -> None:
     write({"id": {"not": "an id"}, "result": {}})
 
 
-def send_invalid_error(_: str) -> None:
-    write({"id": request["id"], "error": "a text instead of an object"})
+def say_prompt(_: str) -> None:
+    """Say everything that the message came with."""
+    say(json.dumps([block["text"] for block in request["params"]["prompt"]]))
 
 
 def send_unreadable_fields(_: str) -> None:
@@ -99,7 +100,6 @@ def use_tool(_: str) -> None:
 
 FAULTS: dict[str, Callable[[str], None]] = {
     "id": send_invalid_id,
-    "error": send_invalid_error,
     "fields": send_unreadable_fields,
     "deep": send_deep_input,
     "diff": send_diff,
@@ -109,6 +109,7 @@ FAULTS: dict[str, Callable[[str], None]] = {
     "hold": hold_calls,
     "close": close_input,
     "tool": use_tool,
+    "prompt": say_prompt,
     "say": say,
 }
 
@@ -126,6 +127,10 @@ for request in read_requests():
         result["models"] = {"currentModelId": UNSAFE_MODEL, "availableModels": []}
     if request["method"] == "session/prompt":
         word, _separator, rest = request["params"]["prompt"][-1]["text"].partition(":")
+        if word == "error":
+            write({"id": request["id"], "error": "a text instead of an object"})
+            sys.stdout.flush()
+            continue
         FAULTS[word](rest)
         say(" end")
         result = {"stopReason": "end_turn"}

@@ -103,6 +103,9 @@ class AgentSession:
         self._settling: asyncio.Task[None] | None = None
         self._ending_count = 0
         self._instructions = ""
+        """Those that the process was told."""
+        self._has_reacted = False
+        """Whether the program has said anything in this turn."""
         self._recorder: TurnRecorder | None = None
         self._host: TurnHost | None = None
         self._asking: set[asyncio.Task[bool]] = set()
@@ -135,11 +138,18 @@ class AgentSession:
             if self._settling is not None:
                 await asyncio.wait([self._settling])
             program, memory = await self._require_program(host)
-            blocks = await self._build_blocks(prompt, host, memory, program)
-            await self._remember(program, host)
-            if self._tools is not None:
-                self._tools.begin_turn(host.identity)
-            return await self._answer(program, blocks, host, deltas)
+            told_instructions, self._has_reacted = self._instructions, False
+            try:
+                blocks = await self._build_blocks(prompt, host, memory, program)
+                await self._remember(program, host)
+                if self._tools is not None:
+                    self._tools.begin_turn(host.identity)
+                return await self._answer(program, blocks, host, deltas)
+            except BaseException:
+                if not self._has_reacted:  # it may not have read what it was told, so it is told again
+                    self._instructions = told_instructions
+                    await self._owner.save_memory(self.conversation, memory)
+                raise
         finally:
             self.turn = None
             self.used_at = time.monotonic()
@@ -252,12 +262,14 @@ class AgentSession:
                 case _:
                     pass
         elif self._recorder is not None:
+            self._has_reacted = True
             self._recorder.apply(update)
 
     async def decide_permission(self, request: Json) -> Json:
         recorder, host, fields = self._recorder, self._host, request.get("toolCall")
         if recorder is None or host is None or not isinstance(fields, dict):
             return CANCELLED_OUTCOME
+        self._has_reacted = True
         call = recorder.apply_call(cast("Json", fields), starts=True)
         if call is None or self._prepared is None:
             return CANCELLED_OUTCOME
@@ -482,8 +494,11 @@ class AcpSessions:
     async def load_memory(self, conversation: str, program: str) -> ProgramMemory | None:
         return await asyncio.to_thread(self._memories.load, conversation, program)
 
-    async def save_memory(self, conversation: str, memory: ProgramMemory) -> None:
-        await asyncio.to_thread(self._memories.save, conversation, memory)
+    async def save_memory(self, conversation: str, memory: ProgramMemory | None) -> None:
+        if memory is None:
+            await asyncio.to_thread(self._memories.remove, conversation)
+        else:
+            await asyncio.to_thread(self._memories.save, conversation, memory)
 
     async def make_room(self, for_session: AgentSession) -> None:
         """Wait until a session may start its process, ending the one that has been idle for longest if necessary."""
