@@ -47,7 +47,7 @@ def serve(program: Program, *messages: Json | str, options: tuple[str, ...] = ()
     lines = [message if isinstance(message, str) else json.dumps(message) for message in messages]
     done = program.run("mcp", "serve", *options, stdin="".join(f"{line}\n" for line in lines))
     assert done.code == 0, done.err
-    answers = [json.loads(line) for line in done.out.splitlines()]
+    answers = [json.loads(line) for line in done.out.rstrip("\n").split("\n")]
     assert len({answer["id"] for answer in answers}) == len(answers)
     return {answer["id"]: answer for answer in answers}
 
@@ -101,6 +101,25 @@ def test_everything_received_is_answered_before_it_ends(program: Program, wrong:
         assert answers[30]["result"]["structuredContent"]["reply"] == "hi"
         assert answers[31]["error"]["code"] == -32601
         assert answers[None]["error"]["code"] == -32700
+
+
+def test_separators_of_lines_in_a_message_pass_unchanged(program: Program) -> None:
+    text = "one\u2028two\u2029three\x85four\x0cfive\x1csix"
+    program.configure(CONFIG)
+    with up(program):
+        serve(
+            program, INITIALIZE, call(1, "sessions_send", agentId="helper", message=text, timeoutSeconds=30)
+        )
+        answer = serve(program, INITIALIZE, call(1, "sessions_history", sessionKey=HELPER))[1]
+        assert "result" in answer, answer
+        assert text in [entry["content"] for entry in answer["result"]["structuredContent"]["messages"]]
+
+
+def test_a_notification_with_a_wrong_id_is_ignored(program: Program) -> None:
+    program.configure(CONFIG)
+    with up(program):
+        wrong = {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": {"a": 1}}}
+        assert serve(program, INITIALIZE, wrong, request(1, "tools/list")).keys() == {0, 1}
 
 
 @pytest.mark.requirement("W7")

@@ -1,4 +1,4 @@
-"""An ACP agent that breaks the protocol. The message names the fault; every turn but that of `error` ends with an answer after it.
+"""An ACP agent that breaks the protocol. The message names the fault, and a turn ends with an answer after it.
 
 Messages are written by hand, because a library would not send these.
 """

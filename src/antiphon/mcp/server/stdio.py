@@ -136,7 +136,8 @@ class StdioBridge:
         """Drop a wait that the client gives up. The gateway needs no other notification."""
         params = message.get("params")
         if message["method"] == "notifications/cancelled" and isinstance(params, dict):
-            request = self._requests.get(cast("Json", params).get("requestId", ""))
+            id = cast("Json", params).get("requestId")
+            request = self._requests.get(id) if isinstance(id, str | int) else None
             if request is not None:
                 request.cancel()
 
@@ -172,9 +173,9 @@ class StdioBridge:
         response = await self._post(msgspec.json.encode(message), self._build_headers(message))
         try:
             if response.headers.get("content-type", "").startswith("text/event-stream"):
-                async for line in response.aiter_lines():
-                    if line.startswith("data:"):
-                        yield line.removeprefix("data:").strip().encode()
+                async for line in _read_lines(response):
+                    if line.startswith(b"data:"):
+                        yield line.removeprefix(b"data:").strip()
             else:
                 yield _parse_plain_answer(response.status_code, await response.aread())
         finally:
@@ -237,6 +238,17 @@ class StdioBridge:
     async def _write(self, message: bytes) -> None:
         with suppress(BrokenPipeError):  # the client is gone; the end of its input follows
             await self._output.write(message)
+
+
+async def _read_lines(response: httpx2.Response) -> AsyncGenerator[bytes]:
+    """Yield the lines of an event stream. `aiter_lines` would also split at characters that a message may contain."""
+    begun: list[bytes] = []
+    async for chunk in response.aiter_bytes():
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            yield b"".join([*begun, end])
+            begun.clear()
+        begun.append(rest)
 
 
 def _build_lost_error(reason: object) -> Unavailable:
