@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import time
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from antiphon.child_processes import pipes, processes
+from antiphon.errors import Unavailable
 from antiphon.runtimes.acp import turn_recorder
 from antiphon.runtimes.acp.program import MAX_OPEN_REQUESTS, find_model
 from antiphon.runtimes.acp.turn_recorder import MAX_COMPARED_LINES, render_diff
 from antiphon.runtimes.tool_calls import TOO_DEEP_TEXT
 from support.acp_agents import describe_agents, open_acp_app
+from support.mcp_servers import find_processes
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only, pytest.mark.requirement("M3", "AT19")]
 
@@ -51,6 +57,33 @@ async def test_a_fault_that_cannot_be_ignored_ends_the_turn_and_not_the_session(
         assert (view.state, view.error_code) == ("error", "agent_program_failed")
         assert view.error is not None and error in view.error
         assert await app.reply("say:after") == "after end"
+
+
+async def test_a_program_that_reads_nothing_more_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipes, "WRITE_TIMEOUT_SECONDS", 0.5)
+    async with open_acp_app(tmp_path, FAULTY) as app:
+        assert await app.reply("deaf") == "end"
+        view = await app.ask("say:" + "x" * 200_000)  # more than a pipe takes
+        assert view.error is not None and "has read nothing" in view.error
+        assert await app.reply("say:after") == "after end"
+
+
+async def test_a_launcher_that_starts_too_late_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it ran on, it would end the programs of the next one, as left behind."""
+    owner = f"{hashlib.sha256(os.fsencode(tmp_path)).hexdigest()[:16]}-test"
+    async with aclosing(processes.ChildProcesses(tmp_path, "test", adopts=True)) as children:
+        command = processes.ChildCommand(argv=["/bin/cat"], cwd="/", env={})
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "START_TIMEOUT_SECONDS", 0.0)
+            with pytest.raises(Unavailable, match="does not answer"):
+                await children.start(command)
+        assert find_processes(owner) == []
+        assert not (await children.start(command)).exited.is_set()
+        assert find_processes(owner) != []
 
 
 async def test_what_a_program_refused_to_read_is_told_again(tmp_path: Path) -> None:

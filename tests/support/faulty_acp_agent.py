@@ -94,6 +94,14 @@ def close_input(_: str) -> None:
     threading.Event().wait()
 
 
+def stop_reading(_: str) -> None:
+    """Answer this message, and read no other."""
+    say("end")
+    write({"id": request["id"], "result": {"stopReason": "end_turn"}})
+    sys.stdout.flush()
+    threading.Event().wait()
+
+
 def use_tool(_: str) -> None:
     update("tool_call", toolCallId="t", kind="read", status="completed", rawOutput="read")
 
@@ -108,6 +116,7 @@ FAULTS: dict[str, Callable[[str], None]] = {
     "alternate": alternate,
     "hold": hold_calls,
     "close": close_input,
+    "deaf": stop_reading,
     "tool": use_tool,
     "prompt": say_prompt,
     "say": say,

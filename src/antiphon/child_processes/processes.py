@@ -128,8 +128,11 @@ class ChildProcesses:
             async with asyncio.timeout(START_TIMEOUT_SECONDS):
                 await asyncio.shield(ready)
         except TimeoutError:
-            ours.close()
-            self._control = None
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+            popen, self._popen = self._popen, None
+            popen.kill()  # when it adopts at last, it would end what the next one has started
+            await asyncio.to_thread(popen.wait)
             raise Unavailable("The launcher of other programs does not answer.", "Try again.") from None
 
     def _start_launcher(self, control: socket.socket) -> subprocess.Popen[bytes]:
