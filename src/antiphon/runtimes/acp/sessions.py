@@ -12,6 +12,7 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -148,7 +149,8 @@ class AgentSession:
             except BaseException:
                 if not self._has_reacted:  # it may not have read what it was told, so it is told again
                     self._instructions = told_instructions
-                    await self._owner.save_memory(self.conversation, memory)
+                    with suppress(OSError):  # why the turn ended is what is reported
+                        await self._owner.save_memory(self.conversation, memory)
                 raise
         finally:
             self.turn = None
