@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -19,6 +23,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only, pytest.mark.requiremen
 ADDRESSES = {
     "server.example": ["93.184.216.34"],
     "inside.example": ["93.184.216.34", "10.0.0.1"],
+    "localhost": ["93.184.216.34"],
     "127.0.0.1": ["127.0.0.1"],
     "169.254.169.254": ["169.254.169.254"],
 }
@@ -46,6 +51,25 @@ async def test_a_public_server_leads_nowhere_inside(resolved: None, target: str)
     async with create_http_client("https://server.example/mcp", tls, answer_timeout_seconds=5) as client:
         with pytest.raises(RefusedAddress, match="not on the public internet"):
             await client.get(target)
+
+
+async def test_a_server_with_a_local_address_among_public_ones_leads_nowhere_inside(resolved: None) -> None:
+    """Its owner decides what its name stands for, and could make it look local."""
+    tls = httpx2.create_ssl_context()
+    async with create_http_client("https://inside.example/mcp", tls, answer_timeout_seconds=5) as client:
+        with pytest.raises(RefusedAddress, match="not on the public internet"):
+            await client.get("http://127.0.0.1:9/token")
+
+
+async def test_a_server_is_local_if_its_answers_came_from_there(resolved: None) -> None:
+    """What its name is looked up as later does not count."""
+    async with run_http_server() as server, run_http_server() as other:
+        tls, url = httpx2.create_ssl_context(), server.url.replace("127.0.0.1", "localhost")
+        async with create_http_client(url, tls, answer_timeout_seconds=5) as client:
+            with pytest.raises(RefusedAddress):
+                await client.get(other.url)
+            await client.get(url)
+            assert (await client.get(other.url)).status_code in (400, 406)
 
 
 async def test_a_local_server_may_lead_to_a_local_one(resolved: None) -> None:
@@ -79,3 +103,60 @@ async def test_answers_that_are_none_are_errors_of_their_call(tmp_path: Path) ->
         assert client.states == {"s": "ready", "list": "failed"}
         described = {each["name"]: each for each in client.servers.describe()}
         assert "does not follow the protocol" in described["list"]["reason"]
+
+
+class EndingStreamsServer:
+    """Ends each stream of events at once, and asks for the next one without a pause, with and without an answer due."""
+
+    def __init__(self) -> None:
+        self.streams = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, asyncio.IncompleteReadError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                length = re.search(r"content-length: (\d+)", head)
+                body = await reader.readexactly(int(length[1]) if length else 0)
+                status, kind, content = self._answer(head, body)
+                fields = (
+                    f"content-type: {kind}\r\ncontent-length: {len(content)}\r\nmcp-session-id: x\r\n\r\n"
+                )
+                writer.write(f"HTTP/1.1 {status} \r\n{fields}".encode() + content)
+                await writer.drain()
+        writer.close()
+
+    def _answer(self, head: str, body: bytes) -> tuple[int, str, bytes]:
+        if head.startswith("get "):
+            self.streams += 1
+            return 200, "text/event-stream", b"id: 1\nretry: 0\ndata: \n\n"
+        message: dict[str, Any] = json.loads(body) if body else {}
+        results: dict[str, Any] = {
+            "initialize": {
+                "protocolVersion": "2025-06-18",
+                "capabilities": {"tools": {}},
+                "serverInfo": {"name": "ending", "version": "1"},
+            },
+            "tools/list": {"tools": [{"name": "t", "inputSchema": {"type": "object"}}]},
+        }
+        if message.get("method") == "tools/call":
+            return 200, "text/event-stream", b"id: 1\nretry: 0\ndata: \n\n"
+        if "id" not in message:
+            return 202, "text/plain", b""
+        result = results.get(message["method"])
+        answer: dict[str, Any] = (
+            {"result": result} if result else {"error": {"code": -32601, "message": "unknown"}}
+        )
+        return 200, "application/json", json.dumps({"jsonrpc": "2.0", "id": message["id"], **answer}).encode()
+
+
+async def test_streams_that_end_at_once_are_opened_again_after_a_pause(tmp_path: Path) -> None:
+    ending = EndingStreamsServer()
+    server = await asyncio.start_server(ending.serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"
+    async with server, open_client(tmp_path, {"s": {"url": url, "timeout": 2}}) as client:
+        await client.prepare()
+        began = time.monotonic()
+        with pytest.raises(ToolFailed, match="did not answer within 2 s"):
+            await client.call("mcp__s__t")
+        assert ending.streams >= 4  # they are opened again
+        assert ending.streams <= 2 * (time.monotonic() - began) + 4

@@ -12,7 +12,9 @@ import json
 import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import httpx2
 from mcp.client._transport import TransportStreams
@@ -26,6 +28,9 @@ WRITE_TIMEOUT_SECONDS = 30.0
 ANSWER_GRACE_SECONDS = 5.0  # beyond the timeout of a call, which the caller of a request watches
 MAX_CONNECTIONS = 32
 EVENT_STREAM_TYPE = "text/event-stream"
+STREAM_INTERVAL_SECONDS = (
+    1.0  # between two streams of one task, however soon the server asks for the next one
+)
 LOGIN_REFUSAL_EXTENSION = "antiphon_login_refusal"
 """The extension of a request that is not sent but answered with its text, since it needs a login."""
 _ERROR_STATUS = 502
@@ -100,6 +105,9 @@ class GuardedTransport(httpx2.AsyncBaseTransport):
         self._answer_timeout_seconds = answer_timeout_seconds
         limits = httpx2.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS)
         self._inner = httpx2.AsyncHTTPTransport(verify=tls, trust_env=False, limits=limits)
+        self._streams = _StreamPacing(answer_timeout_seconds)
+        self._has_public_server: bool | None = None
+        """Whether the last connection to the server led to a public address; None before the first one."""
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         if refusal := request.extensions.get(LOGIN_REFUSAL_EXTENSION):
@@ -110,9 +118,14 @@ class GuardedTransport(httpx2.AsyncBaseTransport):
             if not is_for_server:
                 await self._pin_address(request)
             is_stream = request.method == "GET" and EVENT_STREAM_TYPE in request.headers.get("accept", "")
+            if is_message:
+                self._streams.begin_request()
             if is_stream:
+                await self._streams.wait_to_open()
                 request.extensions["timeout"] = {**request.extensions.get("timeout", {}), "read": None}
             response = await self._inner.handle_async_request(request)
+            if is_for_server and (address := _find_source(response)) is not None:
+                self._has_public_server = is_public_address(address)
         except (httpx2.TransportError, OSError) as error:
             if is_message:
                 code = NOT_SENT_CODE if isinstance(error, _UNSENT_ERRORS) else NO_ANSWER_CODE
@@ -137,6 +150,9 @@ class GuardedTransport(httpx2.AsyncBaseTransport):
     async def _pin_address(self, request: httpx2.Request) -> None:
         """Pin a request to a checked address. If the server is public, all addresses of the host must be public.
 
+        What counts for the server is where its answers came from: its owner decides what its name stands for, and could
+        make it look local whenever it is looked up.
+
         Raises:
             RefusedAddress: they are not.
         """
@@ -144,12 +160,56 @@ class GuardedTransport(httpx2.AsyncBaseTransport):
         addresses = await resolve_host(host, port)
         if not addresses:
             raise httpx2.ConnectError(f"the host {host!r} has no address")
-        if not all(map(is_public_address, addresses)):
-            own = await resolve_host(self._server.host, _get_port(self._server))
-            if all(map(is_public_address, own)):
-                raise RefusedAddress(f"it leads to {host!r}, which is not on the public internet")
+        if not all(map(is_public_address, addresses)) and await self._is_server_public():
+            raise RefusedAddress(f"it leads to {host!r}, which is not on the public internet")
         request.extensions["sni_hostname"] = host
         request.url = request.url.copy_with(host=addresses[0])
+
+    async def _is_server_public(self) -> bool:
+        if self._has_public_server is not None:
+            return self._has_public_server
+        return any(map(is_public_address, await resolve_host(self._server.host, _get_port(self._server))))
+
+
+def _find_source(response: httpx2.Response) -> str | None:
+    """Return the address that an answer came from, or None if its connection is closed already."""
+    with suppress(LookupError):
+        return response.extensions["network_stream"].get_extra_info("server_addr")[0]
+    return None
+
+
+class _StreamPacing:
+    """Limits how often streams of events are opened again, which the library does as soon as a server asks for it.
+
+    The stream of an answer is resumed in the task of its request, and every time deeper in the same call.
+    """
+
+    def __init__(self, request_seconds: float) -> None:
+        self._request_seconds = request_seconds
+        self._request_ends: WeakKeyDictionary[asyncio.Task[Any], float] = WeakKeyDictionary()
+        self._opened_at: WeakKeyDictionary[asyncio.Task[Any], float] = WeakKeyDictionary()
+
+    def begin_request(self) -> None:
+        self._request_ends[_get_task()] = time.monotonic() + self._request_seconds
+
+    async def wait_to_open(self) -> None:
+        """Wait until this task may open its next stream.
+
+        Raises:
+            httpx2.ReadTimeout: it is for an answer that nothing waits for any more.
+        """
+        task, now = _get_task(), time.monotonic()
+        if now > self._request_ends.get(task, now):
+            raise httpx2.ReadTimeout("the answer took too long")
+        if (opened_at := self._opened_at.get(task)) is not None:
+            await asyncio.sleep(opened_at + STREAM_INTERVAL_SECONDS - now)
+        self._opened_at[task] = time.monotonic()
+
+
+def _get_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
