@@ -7,7 +7,7 @@ import json
 import re
 import signal
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from antiphon.errors import McpServerUnavailable
 from antiphon.mcp.logins import locate_login_file
 from cli.gateways import token, up
 from cli.terminal import Program, Terminal
-from support.mcp_servers import BOUND, HttpServer, open_client, run_http_server
+from support.mcp_servers import BOUND, HttpServer, open_client, run_http_server, wait_until
 from support.model_provider import Answer, Call, Provider
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only, pytest.mark.requirement("M1", "AT18")]
@@ -31,8 +31,11 @@ def program(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Program
 
 
 @asynccontextmanager
-async def run_protected_server(calls: Path, *, token_seconds: int = 3600) -> AsyncGenerator[HttpServer]:
-    async with run_http_server("oauth", CALLS_FILE=str(calls), TOKEN_SECONDS=str(token_seconds)) as server:
+async def run_protected_server(
+    calls: Path, *, token_seconds: int = 3600, **variables: str
+) -> AsyncGenerator[HttpServer]:
+    settings = {"CALLS_FILE": str(calls), "TOKEN_SECONDS": str(token_seconds), **variables}
+    async with run_http_server("oauth", **settings) as server:
         yield server
 
 
@@ -113,6 +116,42 @@ async def test_an_expired_token_is_refreshed_after_a_restart_and_only_once(
         lines = calls.read_text().splitlines()
         assert lines.count("refreshed") >= 1 and "refused" not in lines
         assert json.loads(file.read_text())["tokens"]["refresh_token"] != login["tokens"]["refresh_token"]
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_a_renewal_is_stored_although_its_call_is_cancelled_or_the_gateway_stops(
+    program: Program, tmp_path: Path, is_stopped: bool
+) -> None:
+    """A refresh token is valid once: what it was exchanged for must not be lost."""
+    calls, hold = tmp_path / "calls", tmp_path / "hold"
+    async with run_protected_server(calls, HOLD_FILE=str(hold)) as server:
+        servers = {"s": {"url": server.url}}
+        program.configure({"mcp": {"servers": servers}})
+        assert (await log_in(program))[0] == 0
+        file = locate_login_file(program.state, "s")
+        async with AsyncExitStack() as running:
+            client = await running.enter_async_context(open_client(program.state, servers))
+            assert (await client.call("mcp__s__add", a=1, b=2)).text == "3"
+            login = json.loads(file.read_text())
+            hold.touch()
+            file.write_text(json.dumps({**login, "expiresAt": 1}))  # as an hour later
+            call = asyncio.create_task(client.call("mcp__s__add", a=1, b=2))
+            await wait_until(lambda: "refreshed" in calls.read_text(), "the token is exchanged")
+            if is_stopped:
+                stopping = asyncio.create_task(running.aclose())
+                await asyncio.wait([call])
+                hold.unlink()
+                await stopping
+            else:
+                call.cancel()
+                await asyncio.wait([call])
+                hold.unlink()
+                assert (await client.call("mcp__s__add", a=1, b=2)).text == "3"
+            await asyncio.gather(call, return_exceptions=True)
+        async with open_client(program.state, servers) as client:
+            assert (await client.call("mcp__s__add", a=2, b=2)).text == "4"
+        assert calls.read_text().splitlines().count("refreshed") == 1
+        assert "refused" not in calls.read_text()
 
 
 async def test_a_revoked_token_is_refreshed_and_a_dead_login_is_a_state(

@@ -1,7 +1,7 @@
 """An authorization server for tests, in the process of the MCP server that it protects.
 
 Access tokens live as long as `TOKEN_SECONDS` says, and a refresh token is valid once. Each step is a line in the file
-that `CALLS_FILE` names.
+that `CALLS_FILE` names. While the file that `HOLD_FILE` names exists, exchanged tokens are not handed out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable
 
+import anyio
 from mcp.server.auth.provider import (
     AccessToken,
     AuthorizationCode,
@@ -86,7 +87,10 @@ class TestAuthorizationServer(OAuthAuthorizationServerProvider[AuthorizationCode
     ) -> OAuthToken:
         self._record("refreshed")
         del self.refresh_tokens[refresh_token.token]
-        return self._issue(refresh_token.client_id, refresh_token.resource)
+        issued = self._issue(refresh_token.client_id, refresh_token.resource)
+        while os.path.exists(os.environ.get("HOLD_FILE", "")):  # noqa: ASYNC110, ASYNC240, PTH110
+            await anyio.sleep(0.01)
+        return issued
 
     async def load_access_token(self, token: str) -> AccessToken | None:
         found = self.access_tokens.get(token)

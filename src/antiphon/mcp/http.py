@@ -13,15 +13,19 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import anyio
 import httpx2
 from mcp.client._transport import TransportStreams
 from mcp.client.streamable_http import streamable_http_client
 
 from antiphon.mcp.requests import MAX_MESSAGE_BYTES, NEEDS_LOGIN_CODE, NO_ANSWER_CODE, NOT_SENT_CODE
 from antiphon.workspace.web import DEFAULT_PORTS, is_public_address, resolve_host
+
+if TYPE_CHECKING:
+    from antiphon.mcp.oauth import OAuthSession
 
 CONNECT_TIMEOUT_SECONDS = 10.0
 WRITE_TIMEOUT_SECONDS = 30.0
@@ -45,7 +49,7 @@ class HttpTransport:
     """Speaks streamable HTTP with one server."""
 
     def __init__(
-        self, url: str, headers: Mapping[str, str], auth: httpx2.Auth | None, call_timeout_seconds: float
+        self, url: str, headers: Mapping[str, str], auth: OAuthSession | None, call_timeout_seconds: float
     ) -> None:
         self._url = url
         self._headers = headers
@@ -72,6 +76,9 @@ class HttpTransport:
                 yield streams
             finally:
                 self.closed.set()
+                if self._auth is not None:
+                    with anyio.CancelScope(shield=True):
+                        await self._auth.finish_renewals()
 
 
 def create_http_client(

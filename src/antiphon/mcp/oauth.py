@@ -22,6 +22,7 @@ import msgspec
 from mcp.client.auth.exceptions import OAuthFlowError
 from mcp.client.auth.oauth2 import OAuthClientProvider
 from mcp.client.auth.utils import extract_field_from_www_auth
+from mcp.shared._httpx_utils import next_request_within_origin
 from mcp.shared.auth import (
     AuthorizationCodeResult,
     OAuthClientInformationFull,
@@ -33,12 +34,15 @@ from mcp.shared.auth import (
 from pydantic import AnyUrl
 
 from antiphon.config.mcp import McpOAuth
-from antiphon.mcp.http import LOGIN_REFUSAL_EXTENSION
+from antiphon.mcp.http import LOGIN_REFUSAL_EXTENSION, create_http_client
 from antiphon.mcp.listings import write_private_file
 from antiphon.mcp.logins import locate_login_file, read_login_version
 
 UNAUTHORIZED_STATUS, FORBIDDEN_STATUS, MIN_SERVER_ERROR_STATUS = 401, 403, 500
 LOCK_TIMEOUT_SECONDS, LOCK_POLL_SECONDS = 30.0, 0.05
+RENEWAL_TIMEOUT_SECONDS = 20.0  # less than another process waits for it
+FINISH_TIMEOUT_SECONDS = 5.0  # how long the end of a connection waits for a renewal
+MAX_REDIRECTS = 3
 EXPIRY_MARGIN_SECONDS = 30.0  # a token that expires sooner is refreshed before it is used
 
 
@@ -170,6 +174,7 @@ class OAuthSession(OAuthClientProvider):
         self._has_fixed_client = settings.client_id is not None
         self.has_logged_in = False
         self._loaded_version: int | None = -1
+        self._renewals: set[asyncio.Task[None]] = set()
         super().__init__(
             url,
             OAuthClientMetadata(
@@ -242,18 +247,14 @@ class OAuthSession(OAuthClientProvider):
             await flow.aclose()
 
     async def _use_login(self, request: httpx2.Request) -> AsyncGenerator[httpx2.Request, httpx2.Response]:
-        """Send a request with the stored token. Only a refresh is made under the lock, so that calls run side by side.
+        """Send a request with the stored token. Only a renewal is made under the lock, so that calls run side by side.
 
         Raises:
             AuthorizationRequired: there is no token that the server takes.
         """
         context = self.context
         await self._load_login()
-        async with self._claim_renewal(
-            lambda: not context.is_token_valid() and context.can_refresh_token()
-        ) as is_due:
-            if is_due:
-                await self._take_refreshed((yield await self._refresh_token()))
+        await self._renew(lambda: not context.is_token_valid() and context.can_refresh_token())
         used = context.current_tokens
         self._add_auth_header(request)
         response = yield request
@@ -263,13 +264,7 @@ class OAuthSession(OAuthClientProvider):
             return
         if response.status_code != UNAUTHORIZED_STATUS:
             return
-        async with self._claim_renewal(lambda: context.current_tokens is used) as is_due:
-            if is_due:  # else another request or process has refreshed it meanwhile
-                if not context.can_refresh_token():
-                    raise AuthorizationRequired(
-                        "no login has been stored" if used is None else "the server refuses it"
-                    )
-                await self._take_refreshed((yield await self._refresh_token()))
+        await self._renew(lambda: context.current_tokens is used)
         self._add_auth_header(request)
         response = yield request
         if response.status_code == UNAUTHORIZED_STATUS:
@@ -281,16 +276,60 @@ class OAuthSession(OAuthClientProvider):
                 await self._initialize()
             await self._load_newer()
 
-    @asynccontextmanager
-    async def _claim_renewal(self, is_due: Callable[[], bool]) -> AsyncGenerator[bool]:
-        """Let one request of one process renew the tokens; yields whether that is still due."""
-        async with self.context.lock:
+    async def _renew(self, is_due: Callable[[], bool]) -> None:
+        """Renew the tokens if that is due.
+
+        A refresh token is valid once, so what it is exchanged for is stored even if this request is cancelled.
+
+        Raises:
+            AuthorizationRequired: they cannot be renewed.
+        """
+        if is_due():
+            renewing = asyncio.create_task(self._renew_in_turn(is_due))
+            self._renewals.add(renewing)
+            renewing.add_done_callback(self._forget_renewal)
+            await asyncio.shield(renewing)
+
+    async def _renew_in_turn(self, is_due: Callable[[], bool]) -> None:
+        """Let one request of one process renew the tokens, if that is still due."""
+        context = self.context
+        async with context.lock:
             if not is_due():
-                yield False
                 return
             async with self._storage.file.lock():
                 await self._load_newer()
-                yield is_due()
+                if not is_due():
+                    return
+                if not context.can_refresh_token():
+                    raise AuthorizationRequired(
+                        "no login has been stored"
+                        if context.current_tokens is None
+                        else "the server refuses it"
+                    )
+                await self._take_refreshed(await self._request_tokens())
+
+    async def _request_tokens(self) -> httpx2.Response:
+        """Exchange the refresh token, on a connection that no cancelled request and no ending session closes."""
+        tls = await asyncio.to_thread(httpx2.create_ssl_context, trust_env=False)
+        async with create_http_client(
+            self.context.server_url, tls, answer_timeout_seconds=RENEWAL_TIMEOUT_SECONDS
+        ) as http:
+            response = await http.send(await self._refresh_token())
+            for _ in range(MAX_REDIRECTS):
+                if (following := next_request_within_origin(response)) is None:
+                    break
+                response = await http.send(following)
+            return response
+
+    def _forget_renewal(self, renewing: asyncio.Task[None]) -> None:
+        self._renewals.discard(renewing)
+        if not renewing.cancelled():
+            renewing.exception()  # it may be that nothing waits for it any more
+
+    async def finish_renewals(self) -> None:
+        """Wait a while for what is under way."""
+        if self._renewals:
+            await asyncio.wait(self._renewals, timeout=FINISH_TIMEOUT_SECONDS)
 
     async def _load_newer(self) -> None:
         """Load the login again if another process has stored one: its refresh token may be the only valid one."""
