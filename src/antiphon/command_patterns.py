@@ -23,7 +23,8 @@ chroot unshare nsenter nohup setsid nice ionice chrt taskset timeout stdbuf time
 parallel find ssh script strace ltrace gdb python perl ruby node deno bun php lua awk gawk mawk
 source . flock start-stop-daemon systemd-run at batch make npx trap csh tcsh rbash nodejs pypy tclsh
 Rscript pwsh prlimit setarch linux32 linux64 pkexec bwrap firejail fakeroot unbuffer chronic valgrind
-perf rlwrap dbus-run-session run-parts numactl runcon capsh ld-linux-x86-64.so
+perf rlwrap dbus-run-session run-parts numactl runcon capsh ld-linux-x86-64.so ash mksh nawk julia
+sshpass ssh-agent choom xvfb-run hyperfine watchexec direnv tsx ts-node bunx ldd
 """
 _RUNNER_NAMES = """
 git hg svn cvs gh tig tar zip rsync cpio sed ed ex vi vim nvim emacs nano less more most man pg sort
@@ -31,7 +32,8 @@ split tee dd install curl wget scp sftp ftp telnet nc ncat netcat socat openssl 
 docker podman nerdctl kubectl helm systemctl journalctl crontab screen tmux expect ip mount npm pnpm
 yarn pip pipx uv uvx poetry gem bundle composer cargo go java javac gradle mvn ant cmake ninja meson
 gcc g++ cc clang ld rpm dpkg apt apt-get dnf yum apk snap brew mysql psql sqlite ansible terraform
-pytest tox nox just task rake m4 logrotate entr fzf dot view vimdiff editor pager R
+pytest tox nox just task rake m4 logrotate entr fzf dot view vimdiff editor pager R rg ag ack fd
+fdfind bat batcat ctags sdiff diff3 aria2c rclone c++ clang++ rustc eslint jest vitest mocha rspec
 """
 
 _WRAPPER_PROGRAMS = frozenset(_WRAPPER_NAMES.split())

@@ -31,7 +31,8 @@ _SHELL_SYNTAX_PATTERN = re.compile(r"[$`;&|<>(){}\[\]*?~!#\n\r\\]")
 _ASSIGNMENT_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _NUMBERS_PATTERN = re.compile(r"[0-9][0-9,.-]*")
 _OPTION_PATTERN = re.compile(r"-{1,2}[A-Za-z][A-Za-z0-9-]*(=[\w,.:'\"-]*)?|-[0-9][0-9,.-]*")
-_FILE_OPTION_PATTERN = re.compile("file|from")  # such as `wc --files0-from=NAME`
+_FILE_OPTION_PATTERN = re.compile(r"file|from|^--f(il?|ro?)?(=|$)")
+"""Matches an option such as `wc --files0-from=NAME`, also where it is abbreviated."""
 
 
 class ExecRules(msgspec.Struct, frozen=True, kw_only=True):
