@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,17 @@ def test_a_new_file_is_private_and_a_link_stays_one(tmp_path: Path) -> None:
     assert link.is_symlink() and target.stat().st_mode & 0o777 == 0o640
     assert pyjson5.decode(target.read_text()) == add({}, {"command": "other"})
     assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_link_in_place_of_the_draft_is_not_followed(tmp_path: Path) -> None:
+    """The directory may belong to another user, and the program run as root."""
+    path, other = write(tmp_path / "config.json5", "{\n}\n"), write(tmp_path / "other", "mine")
+    other.chmod(0o644)
+    (tmp_path / f".{path.name}.{os.getpid()}").symlink_to(other)
+    set_member(path, KEYS, SERVER)
+    assert other.read_text() == "mine"
+    assert pyjson5.decode(path.read_text())["mcp"]["servers"]["my notes"] == SERVER
+    assert {each.name for each in tmp_path.iterdir()} == {"config.json5", "other"}
 
 
 def test_what_cannot_be_written_changes_nothing(tmp_path: Path) -> None:

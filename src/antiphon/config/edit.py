@@ -21,6 +21,7 @@ from antiphon.errors import ConfigError
 
 NEW_FILE_TEXT = "{\n}\n"
 NEW_FILE_MODE = 0o600
+_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PLAIN_KEY_PATTERN = re.compile(r"[A-Za-z_$][A-Za-z0-9_$]*")
 
 
@@ -118,7 +119,8 @@ def _replace_file(path: Path, before: bytes | None, content: bytes) -> None:
     """Replace the file as a whole. Its owner and mode stay; one that has changed meanwhile is left alone."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, NEW_FILE_MODE)
+    temporary.unlink(missing_ok=True)  # left by a crash, or made by the owner of the directory for root to follow
+    descriptor = os.open(temporary, _CREATE_FLAGS, NEW_FILE_MODE)
     try:
         with os.fdopen(descriptor, "wb") as file:
             if before is not None:
