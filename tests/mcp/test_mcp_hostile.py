@@ -16,7 +16,7 @@ import pytest
 from antiphon.errors import ToolFailed
 from antiphon.mcp import http
 from antiphon.mcp.http import RefusedAddress, create_http_client
-from support.mcp_servers import describe_scripted_server, open_client, run_http_server
+from support.mcp_servers import describe_scripted_server, open_client, run_http_server, wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only, pytest.mark.requirement("M1", "AT18")]
 
@@ -103,6 +103,17 @@ async def test_answers_that_are_none_are_errors_of_their_call(tmp_path: Path) ->
         assert client.states == {"s": "ready", "list": "failed"}
         described = {each["name"]: each for each in client.servers.describe()}
         assert "does not follow the protocol" in described["list"]["reason"]
+
+
+async def test_a_list_that_takes_long_and_always_changes_is_read_seldom(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    server = describe_scripted_server("restless", env={"CALLS_FILE": str(calls)})
+    async with open_client(tmp_path, {"s": server}) as client:
+        await client.prepare()
+        began = time.monotonic()
+        before = calls.read_text().count("list")
+        await wait_until(lambda: calls.read_text().count("list") >= before + 3, "it is read again")
+        assert time.monotonic() - began > 2 * 20 * 0.2  # two pauses, and the time that the list took
 
 
 class EndingStreamsServer:

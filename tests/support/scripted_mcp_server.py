@@ -16,6 +16,7 @@ from typing import Any
 Json = dict[str, Any]
 MODE = sys.argv[1]
 LEVELS = 5000
+LIST_SECONDS = 0.2  # that a restless server takes for its list
 NOISE_LINES = 1000
 MORE_TOOLS = ("drip", "wrong") if MODE == "misbehaving" else ()
 
@@ -49,6 +50,11 @@ def list_tools(params: Json) -> Json:
             page = int(params.get("cursor") or 0)
             tools = [describe_tool(f"tool{page}")]
             return {"tools": tools, "nextCursor": str(page + 1)}
+        case "restless":
+            record("list")
+            time.sleep(LIST_SECONDS)
+            send({"method": "notifications/tools/list_changed"})
+            return {"tools": [describe_tool("echo")]}
         case "names":
             names = ["a b", "a_b", "a\u202eb", "x" * 100, "x" * 99 + "y", "", "dup", "dup", "\x1b[31mred"]
             return {"tools": [describe_tool(name) for name in names]}

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import mcp_types
@@ -51,6 +52,8 @@ LIST_TIMEOUT_SECONDS = 20.0
 CLOSE_TIMEOUT_SECONDS = 8.0
 CANCEL_GRACE_SECONDS = 1.0
 REFRESH_INTERVAL_SECONDS = 1.0  # between two lists of tools, however often the server reports a change
+REFRESH_PAUSE_FACTOR = 20.0  # the pause after a list is this multiple of its time, since a huge one holds up the gateway
+MAX_REFRESH_PAUSE_SECONDS = 60.0
 SUBSCRIBE_RETRY_SECONDS = 5.0
 SESSION_ENDED_TEXT = "Session terminated"  # the library's text if the server has forgotten the session
 
@@ -160,13 +163,17 @@ class ServerSession:
             subscription = asyncio.create_task(self._subscribe(client))
         try:
             while not await self._wait_for_change():
+                began = time.monotonic()
                 try:
                     listing = await _list_tools(client)
                     if self._on_listing is not None:
                         self._on_listing(listing)
                 except (MCPError, ValidationError) as error:
                     log.debug("The tools of an MCP server could not be listed again", exc_info=error)
-                await _wait_for(self._closing, REFRESH_INTERVAL_SECONDS)
+                pause = min(REFRESH_PAUSE_FACTOR * (time.monotonic() - began), MAX_REFRESH_PAUSE_SECONDS)
+                await _wait_for_any(
+                    (self._closing, self._transport.closed), max(REFRESH_INTERVAL_SECONDS, pause)
+                )
         finally:
             if subscription is not None:
                 subscription.cancel()
@@ -174,15 +181,7 @@ class ServerSession:
 
     async def _wait_for_change(self) -> bool:
         """Wait until the tools have changed. True if the connection is to end."""
-        waiting = [
-            asyncio.create_task(event.wait())
-            for event in (self._closing, self._transport.closed, self._changed)
-        ]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
+        await _wait_for_any((self._closing, self._transport.closed, self._changed))
         self._changed.clear()
         return self._closing.is_set() or self._transport.closed.is_set()
 
@@ -326,6 +325,15 @@ async def _wait_for(event: asyncio.Event, seconds: float) -> None:
     waiting: Awaitable[Any] = event.wait()
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(waiting, seconds)
+
+
+async def _wait_for_any(events: Iterable[asyncio.Event], seconds: float | None = None) -> None:
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
 
 
 async def _list_tools(client: Client) -> Listing:
