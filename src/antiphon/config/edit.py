@@ -119,7 +119,9 @@ def _replace_file(path: Path, before: bytes | None, content: bytes) -> None:
     """Replace the file as a whole. Its owner and mode stay; one that has changed meanwhile is left alone."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)  # left by a crash, or made by the owner of the directory for root to follow
+    temporary.unlink(
+        missing_ok=True
+    )  # left by a crash, or made by the owner of the directory for root to follow
     descriptor = os.open(temporary, _CREATE_FLAGS, NEW_FILE_MODE)
     try:
         with os.fdopen(descriptor, "wb") as file:
