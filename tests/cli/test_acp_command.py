@@ -126,6 +126,16 @@ async def test_an_answer_and_a_permitted_call_are_streamed(program: Program) -> 
         assert len(await read_texts(client, session)) == 3
 
 
+async def test_each_prompt_of_a_session_has_its_answer_alone(program: Program) -> None:
+    async with Provider().running() as provider, open_editor(program, provider) as (editor, _):
+        session = await editor.begin()
+        for word in ("a", "b", "c"):
+            provider.script(Answer(text=(word,)))
+            await editor.say(session, f"say {word}")
+            assert editor.get_text() == word
+            editor.forget()
+
+
 async def test_a_rejected_call_is_not_made(program: Program) -> None:
     async with Provider().running() as provider, open_editor(program, provider, **ASK_ALWAYS) as (editor, _):
         session = await editor.begin()

@@ -81,6 +81,16 @@ def test_what_an_agent_cannot_read_is_refused(blocks: Sequence[object], fault: s
         translate_prompt(blocks)
 
 
+def test_texts_do_not_run_together_and_links_stay_within_their_sentence() -> None:
+    first, second, blank = ({"type": "text", "text": text} for text in ("You help.", "say hi", ""))
+    image = {"type": "image", "data": "AA==", "mimeType": "image/png"}
+    link = {"type": "resource_link", "uri": "file:///a.py", "name": "a.py"}
+    spaced = {"type": "text", "text": "You help.\n\n"}
+    for blocks in ([first, second], [first, image, second], [blank, first, blank, second], [spaced, second]):
+        assert translate_prompt(blocks).text == "You help.\n\nsay hi"
+    assert translate_prompt([first, link, second]).text == "You help.[@a.py](file:///a.py)say hi"
+
+
 def test_images_are_attached_wherever_they_come_from() -> None:
     image = {"type": "image", "data": "AA==", "mimeType": "image/png"}
     blob = {"type": "resource", "resource": {"uri": "file:///b.png", "blob": "BB==", "mimeType": "image/png"}}

@@ -446,6 +446,21 @@ async def test_what_is_no_answer_is_tried_again(name: str) -> None:
     assert "broke off" in str(error)
 
 
+@pytest.mark.parametrize("kind", ["text/html; charset=utf-8", "application/json", ""])
+async def test_an_address_that_sends_no_stream_is_named_and_not_asked_again(kind: str) -> None:
+    lean, pydantic = readers(answering(b"<html>hello</html>", content_type=kind), spec_of())
+    asked = (lean, pydantic) if kind.startswith("text/html") else (lean,)
+    for error in [await error_of(reader) for reader in asked]:
+        assert not error.retryable
+        assert "baseUrl" in error.hint
+        assert (kind.partition(";")[0] or "without a content type") in error.what
+
+
+async def test_an_empty_answer_is_tried_again_whatever_its_type() -> None:
+    lean, _ = readers(answering(b"", content_type="application/json"), spec_of())
+    assert (await error_of(lean)).retryable
+
+
 async def test_a_huge_piece_is_read() -> None:
     text = "x" * 5_000_000
     spec = spec_of(max_answer_bytes=6_000_000)

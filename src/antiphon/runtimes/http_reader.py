@@ -150,6 +150,8 @@ class HttpReader(ABC):
                 raise build_provider_error(
                     self._spec, "redirected", status=response.status_code, reason=place
                 )
+        if response.is_success and response.headers.get("content-type", "").startswith("text/html"):
+            raise build_provider_error(self._spec, "notAStream", reason="text/html")
         decode = self._build_decoder(response.headers.pop("content-encoding", "identity").strip().lower())
         response.stream = _BoundedStream(response.stream, self._spec, decode, failed=not response.is_success)
 

@@ -201,6 +201,7 @@ FailureKind = Literal[
     "unreachable",
     "silent",
     "brokenOff",
+    "notAStream",
     "withheld",
     "stalled",
     "tooLong",
@@ -235,6 +236,10 @@ _SENTENCES_BY_KIND: dict[FailureKind, tuple[str, str]] = {
     "unreachable": ("cannot be reached for {model!r}", "Check that the server at {url} is running."),
     "silent": ("stopped sending while answering for {model!r}", "Try again, or check the server at {url}."),
     "brokenOff": ("broke off the answer of {model!r}", "Try again later."),
+    "notAStream": (
+        "answered for {model!r} with something other than a stream",
+        "Check models.providers.{provider}.baseUrl.",
+    ),
     "withheld": ("withheld the answer of {model!r}", "Rephrase the message or choose another model."),
     "stalled": (
         "keeps the connection open without answering for {model!r}",

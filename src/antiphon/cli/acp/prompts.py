@@ -1,7 +1,7 @@
 """Turns the blocks of an editor's prompt into a message.
 
-Text stays as it is. A resource becomes a link where it stands, and its text follows the message as data, in a fence
-that the text cannot close. Images become attachments. What an agent cannot read is refused, never left out.
+Text stays as it is, with a blank line between two blocks of it. A resource becomes a link where it stands, and its
+text follows the message as data, in a fence that the text cannot close. Images become attachments. What an agent cannot read is refused, never left out.
 """
 
 from __future__ import annotations
@@ -30,19 +30,45 @@ class EditorPrompt(msgspec.Struct, frozen=True):
     """Whether the editor sent one block of text, which may be a slash command."""
 
 
+class _MessageBody:
+    """The texts and links of a prompt, in their order."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._ends_with_text = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def add_text(self, text: str) -> None:
+        """Add a text, after a blank line if a text is before it."""
+        if not text:
+            return
+        if self._ends_with_text and not self._pieces[-1].endswith("\n\n"):
+            self._pieces.append("\n\n")
+        self._pieces.append(text)
+        self._ends_with_text = True
+
+    def add_link(self, link: str) -> None:
+        """Add a link where it stands: it may be within a sentence."""
+        self._pieces.append(link)
+        self._ends_with_text = False
+
+
 def translate_prompt(blocks: Sequence[object]) -> EditorPrompt:
     """Return the message for a prompt.
 
     Raises:
         InvalidInput: it has nothing to send, or a block that an agent cannot read.
     """
-    pieces: list[str] = []
+    body = _MessageBody()
     resources: list[str] = []
     attachments: list[Json] = []
     for block in blocks:
         match block:
             case {"type": "text", "text": str(text)}:
-                pieces.append(text)
+                body.add_text(text)
             case {"type": "image", "data": str(data), "mimeType": str(mime_type)}:
                 attachments.append(_build_attachment(data, mime_type))
             case {"type": "resource_link", "uri": str(uri), "title": str(name)} | {
@@ -50,24 +76,24 @@ def translate_prompt(blocks: Sequence[object]) -> EditorPrompt:
                 "uri": str(uri),
                 "name": str(name),
             }:
-                pieces.append(_format_link(uri, name))
+                body.add_link(_format_link(uri, name))
             case {"type": "resource_link", "uri": str(uri)}:
-                pieces.append(_format_link(uri, ""))
+                body.add_link(_format_link(uri, ""))
             case {"type": "resource", "resource": {"uri": str(uri), "text": str(text)}}:
-                pieces.append(_format_link(uri, ""))
+                body.add_link(_format_link(uri, ""))
                 resources.append(_format_resource(uri, text))
             case {
                 "type": "resource",
                 "resource": {"uri": str(uri), "blob": str(blob), "mimeType": str(kind)},
             } if kind.startswith("image/"):
-                pieces.append(_format_link(uri, ""))
+                body.add_link(_format_link(uri, ""))
                 attachments.append(_build_attachment(blob, kind))
             case _:
                 raise _build_refusal(block)
-    text = "\n\n".join(filter(str.strip, ["".join(pieces), *resources]))
+    text = "\n\n".join(filter(str.strip, [body.text, *resources]))
     if not text and not attachments:
         raise InvalidInput("The prompt is empty.", "Send text or an image.", field="prompt")
-    is_plain_text = len(blocks) == 1 and bool(pieces) and not resources
+    is_plain_text = len(blocks) == 1 and not attachments and not resources
     return EditorPrompt(text, attachments, is_plain_text)
 
 

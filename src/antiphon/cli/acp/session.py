@@ -260,6 +260,7 @@ class EditorSession:
         turn = EditorTurn(uuid.uuid4().hex)
         self._turns[turn.run_id] = turn
         self._prompted_runs.append(turn.run_id)
+        self._last_chunk = None  # the editor shows the prompt between two answers
         try:
             params: Json = {
                 "sessionKey": self.key,

@@ -408,13 +408,21 @@ class AgentSession:
             blocks.append(_build_text(missed))
         if host.identity.is_resumed:
             blocks.append(_build_text(RESUMED_NOTICE))
-        return blocks + _build_message_blocks(
-            prompt.messages[0], reads_images=program.capabilities.reads_images
-        )
+        blocks += _build_message_blocks(prompt.messages[0], reads_images=program.capabilities.reads_images)
+        return _separate_texts(blocks)
 
 
 def _build_text(text: str) -> Json:
     return {"type": "text", "text": text}
+
+
+def _separate_texts(blocks: Sequence[Json]) -> list[Json]:
+    """Return the blocks with a blank line between two texts: many programs join them as they are."""
+    last = max((number for number, block in enumerate(blocks) if block["type"] == "text"), default=0)
+    return [
+        _build_text(f"{block['text']}\n\n") if number < last and block["type"] == "text" else block
+        for number, block in enumerate(blocks)
+    ]
 
 
 def _build_message_blocks(message: Message, *, reads_images: bool) -> list[Json]:

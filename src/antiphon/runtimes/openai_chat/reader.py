@@ -14,6 +14,7 @@ from contextlib import aclosing
 import httpx2
 
 from antiphon import __version__
+from antiphon.errors import ProviderError
 from antiphon.messages import AssistantMessage, TokenUsage, collect_call_ids
 from antiphon.runtimes import Deltas, Prompt
 from antiphon.runtimes.http_reader import OPENAI_URL, PLACEHOLDER_KEY, AnswerMeter, HttpReader, iterate_body
@@ -93,9 +94,11 @@ class CompletionsReader(HttpReader):
 
     async def _read_stream(self, response: httpx2.Response, answer: CompletionAnswer) -> None:
         events = EventStreamParser()
+        is_empty = True
         try:
             async with asyncio.timeout(None) as end_timeout, aclosing(iterate_body(response)) as pieces:
                 async for piece in pieces:
+                    is_empty = is_empty and not piece
                     for data in events.feed(piece):
                         if data.startswith(b"[DONE]"):
                             answer.ended = True
@@ -108,10 +111,13 @@ class CompletionsReader(HttpReader):
         except UnreadableStream as error:
             raise build_provider_error(self._spec, "brokenOff", reason=str(error)) from None
         if not events.has_events:
-            kind = response.headers.get("content-type", "nothing").partition(";")[0]
-            raise build_provider_error(
-                self._spec, "brokenOff", reason=f"it answered with {kind} instead of a stream"
-            )
+            raise self._build_no_events_error(response, is_empty=is_empty)
+
+    def _build_no_events_error(self, response: httpx2.Response, *, is_empty: bool) -> ProviderError:
+        kind = response.headers.get("content-type", "").partition(";")[0]
+        if is_empty or kind == "text/event-stream":
+            return build_provider_error(self._spec, "brokenOff", reason="it sent no events")
+        return build_provider_error(self._spec, "notAStream", reason=kind or "without a content type")
 
     def _add_event(self, data: bytes, answer: CompletionAnswer) -> None:
         chunk = decode_chunk(data)
