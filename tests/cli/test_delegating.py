@@ -92,6 +92,21 @@ def test_a_sub_agent_and_its_report(program_with_helper: Program, tmp_path: Path
     assert (told.code, told.out) == (0, "Status: ok\nResult: nothing of it\n")
 
 
+@pytest.mark.requirement("P4")
+def test_files_within_the_limits_are_attached_whatever_they_contain(
+    program_with_helper: Program, tmp_path: Path
+) -> None:
+    first, second, long = (tmp_path / name for name in ("a", "b", "long"))
+    for path, size in ((first, 1_000_000), (second, 1_000_000), (long, 2_000_000)):
+        path.write_bytes(bytes(size))
+    asked = ("spawn", "say done", "--json", "--attach", str(first), "--attach")
+    accepted = program_with_helper.run(*asked, str(second))
+    assert accepted.code == 0, accepted.err
+    assert [each["bytes"] for each in accepted.json["attachments"]["files"]] == [1_000_000] * 2
+    refused = program_with_helper.run(*asked, str(long))
+    assert refused.code == 2 and "at most 1048576 are allowed" in refused.error["message"], refused.err
+
+
 @pytest.mark.requirement("P2", "P6")
 def test_sub_agents_that_fail_or_are_refused(program_with_helper: Program) -> None:
     failed = program_with_helper.run("spawn", "fail badly", "--wait", "30", "--json")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socketserver
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,7 @@ def test_what_cannot_be_used_is_not_added_unless_asked_for(program: Program) -> 
     ("arguments", "expected"),
     [
         (("x",), "Give a name"),
+        (("x", "npx", "-y", "foo"), "put `--` before the command"),
         (("x", "--header", "A: b", "--", "prog"), "--header is for a URL"),
         (("x", "http://localhost/mcp", "--env", "A"), "--env is for programs"),
         (("x", "http://localhost/mcp", "more"), "takes no arguments"),
@@ -106,6 +109,35 @@ def test_what_makes_no_sense_is_refused(program: Program, arguments: tuple[str, 
     done = program.run("mcp", "add", *arguments)
     assert done.code in (2, 6) and expected in done.err
     assert not (program.state / "config.json5").exists()
+
+
+def test_the_cause_is_shown_and_not_the_advice_after_it(program: Program) -> None:
+    printed = """npm warn old thing
+    throw new Error("quoted")
+npm error code E404
+npm error 404 Not Found
+npm error A complete log of this run can be found in: /x.log"""
+    refused = program.run("mcp", "add", "x", "--json", "--", "sh", "-c", 'echo "$0" >&2; exit 1', printed)
+    assert refused.code == 5
+    assert refused.error["message"].endswith("npm error code E404.")
+
+
+def test_an_address_that_answers_something_else_is_described_in_words(program: Program) -> None:
+    class Nonsense(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            self.rfile.readline()
+            self.wfile.write(b"220 mail.example.com ESMTP\r\n")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Nonsense) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        refused = program.run("mcp", "add", "x", f"http://127.0.0.1:{server.server_address[1]}/mcp", "--json")
+        server.shutdown()
+        thread.join()
+    assert refused.code == 5
+    assert (
+        "without a valid HTTP answer" in refused.error["message"] and "Error)" not in refused.error["message"]
+    )
 
 
 def test_servers_stay_where_they_are_written(program: Program) -> None:

@@ -91,6 +91,19 @@ def test_a_label_names_one_sub_agent_at_a_time(program: Program) -> None:
 
 
 @pytest.mark.requirement("A2", "G16")
+def test_a_label_means_the_sub_agent_at_work(program: Program) -> None:
+    program.configure(CONFIG)
+    with up(program):
+        working = program.run("spawn", "slow 600 a b c", "--label", "long", "--json").json
+        assert program.run("spawn", "say 1", "--label", "long", "--agent", "helper", "--wait").code == 0
+        steered = program.run("subagents", "steer", "long", "slow 600 d e f", "--json").json
+        assert steered["childSessionKey"] == working["childSessionKey"]
+        assert program.run("subagents", "kill", "long", "--json").json["killed"] == [
+            working["childSessionKey"]
+        ]
+
+
+@pytest.mark.requirement("A2", "G16")
 def test_sub_agents_are_stopped_and_redirected(program: Program) -> None:
     program.configure(CONFIG)
     with up(program):

@@ -46,7 +46,8 @@ async def test_a_client_without_a_secret_is_refused(http_gateway: HttpGatewayFix
         if path.startswith("/v1/"):
             assert error["code"]
         else:
-            assert error["message"].startswith("Unauthorized")
+            assert error["message"].startswith("Unauthorized: ")
+            assert error["message"].lower().count("unauthorized") == 1
             assert error["type"] == "unauthorized"
         assert reply.headers["x-content-type-options"] == "nosniff"
         assert reply.headers["cache-control"] == "no-store"

@@ -128,7 +128,7 @@ class TestAgent:
                     session_id, UsageUpdate(session_update="usage_update", used=1, size=2, cost=cost)
                 )
             elif word == "fail":
-                raise RequestError.internal_error({"details": "the model is on fire"})
+                raise RequestError.internal_error({"details": "the model is on fire."})
             elif not await self._take_step(session_id, word, rest, memory):
                 return PromptResponse(stop_reason="cancelled", usage=usage)
         return PromptResponse(stop_reason="end_turn", usage=usage)

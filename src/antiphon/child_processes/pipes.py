@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -14,6 +15,11 @@ WRITE_TIMEOUT_SECONDS = 30.0
 READ_BYTES = 256 * 1024
 MAX_KEPT_ERROR_BYTES = 4096
 MAX_SHOWN_ERROR_CHARACTERS = 300
+MAX_SEARCHED_ERROR_LINES = 20
+_ERROR_LINE_PATTERN = re.compile(
+    r"(?!\s).*?(error\b|exception\b|\b(fatal|failed|cannot|can't|could not|not found|denied|panic(ked)?)\b)",
+    re.IGNORECASE,
+)
 
 
 class LineTooLong(Exception):
@@ -35,9 +41,17 @@ class ErrorOutput:
             self.append(data)
 
     @property
-    def last_line(self) -> str:
-        lines = self._kept.decode(errors="replace").strip().splitlines()
-        return clean_text(lines[-1], MAX_SHOWN_ERROR_CHARACTERS) if lines else ""
+    def telling_line(self) -> str:
+        """The first of the last lines that names an error, or else the last line.
+
+        Programs tend to end with advice. Indented lines quote code.
+        """
+        text = self._kept.decode(errors="replace")
+        if len(self._kept) == MAX_KEPT_ERROR_BYTES:
+            text = text.partition("\n")[2] or text  # the first line may be cut
+        lines = text.strip().splitlines()[-MAX_SEARCHED_ERROR_LINES:]
+        found = next((line for line in lines if _ERROR_LINE_PATTERN.match(line)), lines[-1] if lines else "")
+        return clean_text(found, MAX_SHOWN_ERROR_CHARACTERS)
 
 
 @asynccontextmanager

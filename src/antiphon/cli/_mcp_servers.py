@@ -29,7 +29,20 @@ MAX_DESCRIPTION_CHARACTERS = 100
 # --- add ---
 
 
-@click.command()
+class _AddCommand(click.Command):
+    """A command whose last argument is another command, which may have options of its own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise click.UsageError(
+                f"{error.format_message()} If it belongs to the program, put `--` before the command: NAME -- COMMAND [ARG]...",
+                ctx,
+            ) from None
+
+
+@click.command(cls=_AddCommand)
 @click.argument("name", required=False)
 @click.argument("target", metavar="[COMMAND [ARG]...|URL]", nargs=-1)
 @click.option(

@@ -91,11 +91,17 @@ def _add_schedule_options(function: F) -> F:
             help="With --announce: the channel to post to; default: where the agent last received a message.",
         ),
         click.option("--agent", metavar="ID", help="The agent that answers; default: the default agent."),
-        click.option("--tz", metavar="ZONE", help="The time zone for --cron; default: that of the machine."),
+        click.option(
+            "--tz", metavar="ZONE", help="The time zone for --cron; default: that of the gateway's machine."
+        ),
         click.option(
             "--cron", "expression", metavar="EXPR", help="Fire by a cron expression, such as '0 9 * * 1-5'."
         ),
-        click.option("--at", metavar="TIME", help="Fire once, such as 2026-08-01T09:00:00+02:00."),
+        click.option(
+            "--at",
+            metavar="TIME",
+            help="Fire once, such as 2026-08-01T09:00:00+02:00; without an offset, in the gateway's time zone.",
+        ),
         click.option(
             "--every",
             type=IntervalParam(),

@@ -148,7 +148,7 @@ def _print_remains(
             [each.name, each.image, each.state, _output.format_age(each.used_at) if each.used_at else "-"]
             for each in containers
         ]
-        _output.print_table(["CONTAINER", "IMAGE", "STATE", "UNUSED FOR"], rows)
+        _output.print_table(["CONTAINER", "IMAGE", "STATE", "LAST USED"], rows)
     if not directories and not containers:
         click.echo(if_nothing)
     if directories:
@@ -156,4 +156,4 @@ def _print_remains(
             [each.path, str(each.files), f"{each.bytes // 1024} KiB", _output.format_age(each.used_at)]
             for each in directories
         ]
-        _output.print_table(["DIRECTORY", "FILES", "SIZE", "UNUSED FOR"], rows)
+        _output.print_table(["DIRECTORY", "FILES", "SIZE", "LAST USED"], rows)

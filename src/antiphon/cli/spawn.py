@@ -77,7 +77,7 @@ class WaitSecondsParam(FiniteNumberParam):
 )
 @click.option("--label", metavar="NAME", help="Short name of the sub-agent.")
 @click.option("--model", metavar="PROVIDER/MODEL", help="Model to use instead of the agent's.")
-@click.option("--thinking", type=click.Choice(THINKING_LEVELS), help="Thinking level.")
+@click.option("--thinking", type=click.Choice(THINKING_LEVELS), help="Thinking level of this sub-agent.")
 @click.option(
     "--timeout",
     type=FiniteNumberParam("seconds", 0, MAX_TASK_SECONDS),
@@ -139,7 +139,7 @@ def command(
         run_timeout_seconds=options["timeout"],
         cleanup=options["cleanup"],
         announce=options["announce"],
-        attachments=[_read_attachment(path) for path in files],
+        attachments=_read_attachments(settings, files),
         idempotency_key=options["key"],
     )
     spawned, ended = asyncio.run(_spawn_and_wait(settings, request, requester, seconds))
@@ -152,16 +152,39 @@ def command(
     return 0
 
 
+def _read_attachments(settings: Settings, files: Sequence[Path]) -> list[SpawnAttachment]:
+    """Read the files. Those of a gateway elsewhere are checked there: its limits are not known here."""
+    from antiphon.errors import TooLarge
+
+    if files and not settings.named_gateways:
+        maximum = settings.load().config.tools.sessions_spawn.attachments.max_file_bytes
+        for path in files:
+            if (size := path.stat().st_size) > maximum:
+                raise TooLarge(
+                    f"Attachment {path.name!r} has {size} bytes; at most {maximum} are allowed.",
+                    "Shorten it, or split it.",
+                    field="attachments",
+                )
+    return [_read_attachment(path) for path in files]
+
+
 def _read_attachment(path: Path) -> SpawnAttachment:
+    """Read a file, as text unless it is not text or is longer as text in JSON than in base64."""
     from base64 import b64encode
+
+    import msgspec
 
     from antiphon.engine.collaboration.attachments import SpawnAttachment
 
     content = path.read_bytes()
+    encoded = b64encode(content).decode()
     try:
-        return SpawnAttachment(name=path.name, content=content.decode())
+        text = content.decode()
     except UnicodeDecodeError:
-        return SpawnAttachment(name=path.name, content=b64encode(content).decode(), encoding="base64")
+        text = None
+    if text is None or len(msgspec.json.encode(text)) > len(encoded) + 2:
+        return SpawnAttachment(name=path.name, content=encoded, encoding="base64")
+    return SpawnAttachment(name=path.name, content=text)
 
 
 async def _spawn_and_wait(

@@ -233,14 +233,15 @@ async def _wait_for_tasks(backend: Backend, requester: str, tasks: Sequence[Task
 def _find_task(target: str, found: Sequence[TaskView]) -> TaskView:
     """Return the sub-agent that a label, table number, key, run id or `last` refers to.
 
-    `found` is sorted newest first. A label can be used again once its sub-agent has reported: it stands for the newest.
+    `found` is sorted newest first. A label can be used again once its sub-agent has reported, and by other agents: it
+    stands for the newest that is at work, or else for the newest.
     """
     from antiphon.cli._references import find_by_name
 
     if target == "last" and found:
         return found[0]
     if labelled := [task for task in found if task.label == target]:
-        return labelled[0]
+        return next((task for task in labelled if task.phase != "settled"), labelled[0])
     exact = any(target in _list_task_names(task) for task in found)
     if not exact and target.isdecimal() and 0 < int(target) <= len(found):
         return found[int(target) - 1]

@@ -257,8 +257,10 @@ def describe_error(error: Exception) -> str:
             return "the connection was refused or failed"
         case httpx2.TimeoutException():
             return "no answer in time"
+        case httpx2.RemoteProtocolError():
+            return "the server closed the connection without a valid HTTP answer"
         case _:
-            return f"the connection broke ({type(error).__name__})"
+            return "the connection broke"
 
 
 def _build_error_response(request: httpx2.Request, code: int, message: str) -> httpx2.Response:

@@ -371,11 +371,11 @@ def _read_tool(tool: mcp_types.Tool) -> RawTool:
 
 
 def _describe_stdio_end(transport: StdioTransport, reason: str) -> str:
-    """Return why a stdio server cannot be used, with the last line that the program printed."""
+    """Return why a stdio server cannot be used, with the line of its error output that names the error."""
     if transport.fault is not None:
         return transport.fault
-    said = transport.errors.last_line
-    return f"{reason}; it printed: {said}" if said else reason
+    said = transport.errors.telling_line
+    return f"{reason}; it printed: {said}".rstrip(".") if said else reason
 
 
 def describe_failure(error: BaseException) -> tuple[str, bool]:
@@ -385,7 +385,7 @@ def describe_failure(error: BaseException) -> tuple[str, bool]:
     for reason, leaf in described:
         if reason is not None:
             return reason, isinstance(leaf, MCPError) and leaf.error.code == NEEDS_LOGIN_CODE
-    return f"the connection broke ({type(leaves[0]).__name__ if leaves else type(error).__name__})", False
+    return "the connection broke", False
 
 
 def _describe_error(error: BaseException) -> str | None:

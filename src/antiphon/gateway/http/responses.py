@@ -101,7 +101,8 @@ def build_error_headers(error: AntiphonError) -> dict[str, str]:
 def build_error_response(error: AntiphonError) -> Response:
     body: object = ErrorResponse(error=ErrorInfo(get_error_type(error), str(error)))
     if isinstance(error, Unauthorized):
-        message = f"Unauthorized. {error}" if error.http == 401 else str(error)
+        reason = str(error).removeprefix("unauthorized: ")
+        message = f"Unauthorized: {reason}" if error.http == 401 else str(error)
         body = {"error": {"message": message, "type": error.code}}
     return build_json_response(body, error.http, build_error_headers(error))
 

@@ -378,12 +378,12 @@ class AcpProgram:
             return self._build_error(self._transport.fault)
         code = self._process.exit_code
         how = "" if code is None else f" (exit code {code})" if code >= 0 else f" (killed by signal {-code})"
-        said = f"; it printed last: {self.errors.last_line}" if self.errors.last_line else ""
+        said = f"; it printed: {self.errors.telling_line}" if self.errors.telling_line else ""
         what = "ended" if self._process.exited.is_set() else "closed its input or its output"
         return self._build_error(f"it {what}{how}{said}")
 
     def _build_error(self, reason: str) -> AgentProgramFailed:
         return AgentProgramFailed(
-            f"The program {self.name!r} failed: {clean_text(reason, 2 * MAX_REASON_CHARACTERS)}.",
+            f"The program {self.name!r} failed: {clean_text(reason, 2 * MAX_REASON_CHARACTERS).rstrip('.')}.",
             "Try again; if it happens again, run the program in a terminal.",
         )
