@@ -37,7 +37,8 @@ class _AddCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             raise click.UsageError(
-                f"{error.format_message()} If it belongs to the program, put `--` before the command: NAME -- COMMAND [ARG]...",
+                f"{error.format_message()} If it belongs to the program, put `--` before the command: "
+                "NAME -- COMMAND [ARG]...",
                 ctx,
             ) from None
 

@@ -396,7 +396,7 @@ def _describe_error(error: BaseException) -> str | None:
         case MCPError() if error.error.code == mcp_types.CONNECTION_CLOSED:
             reason = "it ended, or closed the connection"
         case MCPError():
-            reason = clean_text(error.error.message, MAX_REASON_CHARACTERS)
+            reason = clean_text(error.error.message, MAX_REASON_CHARACTERS).rstrip(".")
         case TimeoutError():
             reason = "it did not answer in time"
         case ValidationError():

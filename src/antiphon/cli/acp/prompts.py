@@ -1,7 +1,8 @@
 """Turns the blocks of an editor's prompt into a message.
 
 Text stays as it is, with a blank line between two blocks of it. A resource becomes a link where it stands, and its
-text follows the message as data, in a fence that the text cannot close. Images become attachments. What an agent cannot read is refused, never left out.
+text follows the message as data, in a fence that the text cannot close. Images become attachments. What an agent
+cannot read is refused, never left out.
 """
 
 from __future__ import annotations
