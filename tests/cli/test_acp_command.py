@@ -127,13 +127,14 @@ async def test_an_answer_and_a_permitted_call_are_streamed(program: Program) -> 
 
 
 async def test_each_prompt_of_a_session_has_its_answer_alone(program: Program) -> None:
-    async with Provider().running() as provider, open_editor(program, provider) as (editor, _):
-        session = await editor.begin()
-        for word in ("a", "b", "c"):
-            provider.script(Answer(text=(word,)))
-            await editor.say(session, f"say {word}")
-            assert editor.get_text() == word
-            editor.forget()
+    program.configure({})
+    with up(program):  # the rehearsal model, which reports no usage between two answers
+        async with start_editor(program.command, program.environ) as editor:
+            session = await editor.begin()
+            for word in ("a", "b", "c"):
+                await editor.say(session, f"say {word}")
+                assert editor.get_text() == word
+                editor.forget()
 
 
 async def test_a_rejected_call_is_not_made(program: Program) -> None:
