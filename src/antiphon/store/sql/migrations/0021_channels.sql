@@ -17,7 +17,7 @@ CREATE TABLE inbound_events (
   PRIMARY KEY (channel, account, event_id)
 );
 CREATE INDEX inbound_events_old ON inbound_events (expires_at);
-CREATE INDEX inbound_events_dead ON inbound_events (channel, account) WHERE state <> 'decided';
+CREATE INDEX inbound_events_dead ON inbound_events (channel, account) WHERE state = 'dead';
 
 -- What was said in a group without addressing the agent. It goes to the agent with the next message that does.
 CREATE TABLE group_context (
@@ -28,6 +28,7 @@ CREATE TABLE group_context (
   sent_at   BIGINT NOT NULL
 );
 CREATE INDEX group_context_by_place ON group_context (place, n);
+CREATE INDEX group_context_old ON group_context (sent_at);
 
 -- People who asked to write to an account directly, and those who were allowed to. Groups never read it.
 CREATE TABLE pairings (
