@@ -49,13 +49,14 @@ def test_direct_chats_admit_whom_their_policy_names() -> None:
 
 @pytest.mark.requirement("CH17", "CH18")
 def test_groups_follow_policy_list_sender_and_mention_and_never_a_pairing() -> None:
-    for (policy, allowed), flags in product(product(GROUP_POLICIES, LISTS), product(BOOLEANS, repeat=7)):
-        listed, has_list, enabled, required, mentioned, command, paired = flags
+    for (policy, allowed), flags in product(product(GROUP_POLICIES, LISTS), product(BOOLEANS, repeat=8)):
+        listed, has_list, enabled, required, mentioned, command, paired, own = flags
         rules = AdmissionRules(
             dm_policy="open",
             allow_from=frozenset({"*"}),
             group_policy=policy,
             group_allow_from=allowed,
+            has_own_senders=own,
             has_group_list=has_list,
             is_group_listed=listed,
             is_group_enabled=enabled,
@@ -68,16 +69,25 @@ def test_groups_follow_policy_list_sender_and_mention_and_never_a_pairing() -> N
             is_mentioned=mentioned,
             is_command=command,
         )
+        named = bool(allowed & {SENDER, "*"})
         may_write = (
             policy != "disabled"
             and (listed or not has_list)
             and enabled
-            and (policy == "open" or bool(allowed & {SENDER, "*"}))
+            and (named or (policy == "open" and not own and not command))
         )
         addressed = mentioned or command or not required
         decision = decide_admission(rules, facts)
         assert decision.outcome == ("ignore" if not may_write else "admit" if addressed else "context")
         assert decision.reason
+
+
+@pytest.mark.requirement("CH17", "N6")
+def test_an_owner_may_enter_commands_in_an_open_group_that_has_no_list_of_people() -> None:
+    rules = AdmissionRules(allow_from=frozenset({SENDER}), group_policy="open")
+    for sender, outcome in ((SENDER, "admit"), ("8", "ignore")):
+        facts = AdmissionFacts(chat_kind="group", sender_id=sender, is_command=True)
+        assert decide_admission(rules, facts).outcome == outcome
 
 
 @pytest.mark.requirement("CH20")

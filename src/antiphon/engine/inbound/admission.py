@@ -28,6 +28,8 @@ class AdmissionRules(msgspec.Struct, frozen=True, kw_only=True):
     group_policy: GroupPolicy = "allowlist"
     group_allow_from: frozenset[str] = frozenset()
     """Senders in this group; `*` is everyone."""
+    has_own_senders: bool = False
+    """Whether that list is the group's own, which holds in an open group too."""
     has_group_list: bool = False
     is_group_listed: bool = False
     is_group_enabled: bool = True
@@ -95,15 +97,14 @@ def _list_direct_rules(rules: AdmissionRules, facts: AdmissionFacts) -> list[_Ru
 def _list_group_rules(rules: AdmissionRules, facts: AdmissionFacts) -> list[_Rule]:
     is_allowed = bool(rules.group_allow_from & {facts.sender_id, ANYONE})
     is_unlisted = rules.has_group_list and not rules.is_group_listed
+    needs_list = rules.group_policy == "allowlist" or rules.has_own_senders
+    may_command = is_allowed or facts.sender_id in rules.allow_from
     return [
         _Rule(rules.group_policy == "disabled", "ignore", "groupPolicy is disabled"),
         _Rule(is_unlisted, "ignore", "group is not in groups"),
         _Rule(not rules.is_group_enabled, "ignore", "group or topic is disabled"),
-        _Rule(
-            rules.group_policy == "allowlist" and not is_allowed,
-            "ignore",
-            "sender is not in groupAllowFrom",
-        ),
+        _Rule(needs_list and not is_allowed, "ignore", "sender is not in groupAllowFrom"),
+        _Rule(facts.is_command and not may_command, "ignore", "command of a sender that no list names"),
         _Rule(facts.is_mentioned, "admit", "mentioned"),
         _Rule(facts.is_command, "admit", "command"),
         _Rule(rules.requires_mention, "context", "not mentioned"),
