@@ -295,7 +295,7 @@ class FakeTelegram:
                     await self._polling
             except TimeoutError:
                 return []
-        return self.undelivered[:100]
+        return self.undelivered[: parameters.get("limit", 100)]
 
     async def _do_sendMessage(self, parameters: Json) -> Json:
         unknown = parameters.keys() - {

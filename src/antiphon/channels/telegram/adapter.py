@@ -227,7 +227,11 @@ class TelegramAdapter:
     async def _keep_webhook(self, url: str) -> None:
         """Register the webhook, then look after it until cancelled."""
         await self._api.call(
-            "setWebhook", url=url, secret_token=self._webhook_secret, allowed_updates=UPDATE_KINDS
+            "setWebhook",
+            url=url,
+            secret_token=self._webhook_secret,
+            allowed_updates=UPDATE_KINDS,
+            max_connections=1,  # so that messages arrive in their order
         )
         while True:
             info = await self._api.call("getWebhookInfo")

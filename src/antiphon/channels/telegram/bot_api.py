@@ -17,6 +17,7 @@ from antiphon.errors import NotSent, RefusalKind, Refused, Unsure
 
 MAX_SEND_CONNECTIONS = 20
 MAX_RESPONSE_BYTES = 8 * 1024 * 1024
+MAX_UPDATES_PER_POLL = 20  # 400 KB each: 100, the default, of long links would exceed the limit on every try
 CONNECT_TIMEOUT_SECONDS = 10.0
 POLL_GRACE_SECONDS = 10.0  # for the answer to a long poll, after its time
 MAX_RETRY_AFTER_SECONDS = 24 * 3600
@@ -120,7 +121,12 @@ class BotApi:
         Raises:
             PollConflict: another program does the same.
         """
-        parameters = {"offset": offset, "timeout": round(seconds), "allowed_updates": kinds}
+        parameters = {
+            "offset": offset,
+            "limit": MAX_UPDATES_PER_POLL,
+            "timeout": round(seconds),
+            "allowed_updates": kinds,
+        }
         timeout = httpx2.Timeout(seconds + POLL_GRACE_SECONDS, connect=CONNECT_TIMEOUT_SECONDS)
         result = await self._post(self._polls, "getUpdates", parameters, timeout)
         return cast("list[dict[str, Any]]", result) if isinstance(result, list) else []
@@ -145,6 +151,8 @@ class BotApi:
                     content += chunk
                     if len(content) > limit:
                         raise _refuse("too_long", "The file is larger than Telegram said")
+        except httpx2.InvalidURL:
+            raise _refuse("gone", "Telegram gave a file a path that is none") from None
         except httpx2.HTTPError as error:
             raise _translate_transport_error("getFile", error) from None
         return bytes(content)
