@@ -68,6 +68,7 @@ async def approve_pairing(
     Raises:
         Forbidden: too many wrong codes were entered for this account.
     """
+    await tx.lock(f"pairing:{channel}:{account}")  # so that two at a time do not both become the owner
     lock = await tx.one(SQL.lock, channel=channel, account=account)
     if lock and lock["locked_until"] > now:
         raise Forbidden(
