@@ -132,6 +132,7 @@ _STREAMING = "answers are sent when they are complete. Remove it."
 _BLOCKS = "answers are split by 'textChunkLimit' only. Remove it."
 _NOT_IN_CHATS = "this release does not have it for chats. Remove it."
 _OWN_SERVER = "the webhook is on the gateway's own port. Use 'gateway.port' and a reverse proxy."
+_FAILURES_TOLD = "a failed run is always told. Remove it."
 _SESSION_TOOLS = "tools depend on the session. Use 'bindings' to give this chat an agent of its own."
 
 _GROUP_KEYS = {
@@ -140,6 +141,8 @@ _GROUP_KEYS = {
     "toolsBySender": _SESSION_TOOLS,
     "disableAudioPreflight": "voice messages are not read. Remove it.",
     "ingest": _NOT_IN_CHATS,
+    "errorPolicy": _FAILURES_TOLD,
+    "errorCooldownMs": _FAILURES_TOLD,
 }
 _ACCOUNT_KEYS: Mapping[str, str] = {
     "capabilities": "they are known of the service. Remove it.",
@@ -172,8 +175,10 @@ _ACCOUNT_KEYS: Mapping[str, str] = {
     "reactionLevel": "agents do not react. Remove it.",
     "ackReaction": "messages are acknowledged by typing. Remove it.",
     "execApprovals": "requests are shown to operators. Use `antiphon approvals`.",
-    "silentErrorReplies": "a failed run is always told. Remove it.",
-    "errorPolicy": "a failed run is always told. Remove it.",
+    "silentErrorReplies": _FAILURES_TOLD,
+    "errorPolicy": _FAILURES_TOLD,
+    "errorCooldownMs": _FAILURES_TOLD,
+    "autoTopicLabel": "topics keep their names. Remove it.",
     "contextVisibility": _NOT_IN_CHATS,
 }
 TelegramConfig.KEYS_WITHOUT_EFFECT = {
