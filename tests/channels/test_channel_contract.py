@@ -267,10 +267,11 @@ async def test_a_configured_pattern_and_a_reply_address_the_agent_too(
     service: Service, tmp_path: Path
 ) -> None:
     service.add_group(GROUP)
-    messages = {"groupChat": {"mentionPatterns": [r"\bjarvis\b"]}}
+    messages = {"groupChat": {"mentionPatterns": [r"\bjarvis\b", "(g+o* ?)+$"]}}
     async with open_chats(tmp_path, service, ADMIT_GROUPS, heard, messages=messages):
         await service.write("Jarvis, hello", user=OWNER, chat=GROUP)
         await service.until_shown(1, GROUP)
+        await service.write("g" * 40 + "!", user=OWNER, chat=GROUP)  # the second pattern would never end
         await service.write("go on", user=OWNER, chat=GROUP, replies_to_bot=True)
         assert len(await service.until_shown(2, GROUP)) == 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, cast
 
-from antiphon.config.channels import ACCOUNT_ID_PATTERN, ANY_SENDER, ChannelConfig
+from antiphon.config.channels import ACCOUNT_ID_PATTERN, ANY_SENDER, ChannelConfig, has_nested_repeat
 from antiphon.config.errors import Problem
 from antiphon.config.schema import Config
 from antiphon.config.secrets import Secret
@@ -62,12 +62,26 @@ def find_channel_warnings(config: Config) -> Iterator[str]:
                 f"'bindings[{index}].match.channel' is {binding.match.channel!r}, which is not configured, so it has"
                 " no effect."
             )
+    yield from _find_pattern_warnings(config)
     if config.session.dm_scope == "main" and (channels := _list_shared_channels(config)):
         yield (
             "'session.dmScope' is 'main', so all direct chats share one session, and more than one sender is"
             f" admitted by {' and '.join(channels)}. Each can read what the others wrote."
             " Set it to 'per-channel-peer' to give each sender a session."
         )
+
+
+def _find_pattern_warnings(config: Config) -> Iterator[str]:
+    places = {"messages.groupChat": config.messages.group_chat.mention_patterns}
+    for index, entry in enumerate(config.agents.list):
+        places[f"agents.list[{index}].groupChat"] = entry.group_chat.mention_patterns
+    for path, patterns in places.items():
+        for pattern in patterns or ():
+            if has_nested_repeat(pattern):
+                yield (
+                    f"'{path}.mentionPatterns' has {pattern!r}, which repeats a repetition, so it could stop the"
+                    " gateway and has no effect. Write it without."
+                )
 
 
 def _list_shared_channels(config: Config) -> list[str]:

@@ -7,6 +7,7 @@ configured. The blocks of channels that this release does not have stay as they 
 from __future__ import annotations
 
 import re
+import re._parser as _regex_parser
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
@@ -41,6 +42,7 @@ _DEFAULTS_WITHOUT_EFFECT = {
     "heartbeat": "there are no heartbeats. Use a job (`antiphon cron`).",
     "contextVisibility": "what a group says is always shown to the agent as data. Remove it.",
 }
+_REPEATS = frozenset({"MAX_REPEAT", "MIN_REPEAT"})  # possessive ones do not try again
 _HARMLESS_VALUES: tuple[object, ...] = (None, False, "off", {}, [])
 
 
@@ -128,6 +130,25 @@ def _check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
         except re.error:
             raise build_expected_error("a list of regular expressions") from None
     return patterns
+
+
+def has_nested_repeat(pattern: str) -> bool:
+    """Whether a regular expression repeats a repetition, which can take for ever on a text that almost matches."""
+    parsed: Any = cast("Any", _regex_parser).parse(pattern)
+    return _repeats_within(parsed, is_repeated=False)
+
+
+def _repeats_within(node: Any, *, is_repeated: bool) -> bool:
+    """Whether a part of a parsed expression, an item or a sequence, has a repetition inside another one."""
+    if isinstance(node, tuple) and len(node) == 2 and str(node[0]) in _REPEATS:  # pyright: ignore[reportUnknownArgumentType]
+        most, repeated = node[1][1:]  # pyright: ignore[reportUnknownVariableType]
+        if most > 1:
+            return is_repeated or _repeats_within(repeated, is_repeated=True)
+        return _repeats_within(repeated, is_repeated=is_repeated)
+    if isinstance(node, tuple | list | _regex_parser.SubPattern):
+        parts = cast("Iterable[Any]", node)
+        return any(_repeats_within(part, is_repeated=is_repeated) for part in parts)
+    return False
 
 
 MentionPatterns = Annotated[Strings, AfterValidator(_check_patterns)]

@@ -19,7 +19,13 @@ import msgspec
 from antiphon import keys
 from antiphon.channel_manifest import ChannelManifest
 from antiphon.clock import MILLISECONDS_PER_DAY
-from antiphon.config.channels import ChannelAccount, ChannelDefaults, GroupRules, TopicConfig
+from antiphon.config.channels import (
+    ChannelAccount,
+    ChannelDefaults,
+    GroupRules,
+    TopicConfig,
+    has_nested_repeat,
+)
 from antiphon.engine.collaboration import framing
 from antiphon.engine.inbound import inbound_rows, pairing_rows, routing
 from antiphon.engine.inbound.admission import (
@@ -36,7 +42,7 @@ from antiphon.engine.outbox.delivery_rows import Destination, NewDelivery
 from antiphon.engine.runs import run_queue
 from antiphon.engine.runs.run_queue import CHANNEL_ORIGIN, NOTE_ORIGIN, AcceptedRun, Submission
 from antiphon.engine.sessions import session_rows
-from antiphon.errors import AntiphonError, NotFound
+from antiphon.errors import AntiphonError, NotFound, StoreError
 from antiphon.keys import SessionKey
 from antiphon.messages import ImageBlock, Provenance, TextBlock, UserMessage
 from antiphon.operations import chat_commands
@@ -179,10 +185,14 @@ class InboundOperations:
             is_edited=inbound.is_edited,
             is_empty=not inbound.text.strip() and not inbound.media,
             is_paired=is_paired,
-            is_mentioned=self._is_mentioned(agent_id, inbound),
+            is_mentioned=inbound.is_mentioned or inbound.is_reply_to_self,
             is_command=command is not None,
         )
-        admission = decide_admission(self._build_rules(manifest, account, rules, inbound), facts)
+        admission_rules = self._build_rules(manifest, account, rules, inbound)
+        admission = decide_admission(admission_rules, facts)
+        # Patterns are only for people who may write: matching can take long, and a stranger chooses the text.
+        if admission.outcome == "context" and self._matches_pattern(agent_id, inbound.text):
+            admission = decide_admission(admission_rules, msgspec.structs.replace(facts, is_mentioned=True))
         if admission.outcome == "challenge" and not await pairing_rows.can_request_pairing(
             tx, manifest.name, inbound.account, inbound.sender.id, self._context.clock.now()
         ):
@@ -238,7 +248,8 @@ class InboundOperations:
             shared.group_policy if isinstance(shared, ChannelDefaults) else "allowlist"
         )
         people = account.allow_from if account.group_allow_from is None else account.group_allow_from
-        listed = next((rule.allow_from for rule in rules if rule.allow_from is not None), people)
+        own_senders = next((rule.allow_from for rule in rules if rule.allow_from is not None), None)
+        listed = people if own_senders is None else own_senders
         groups = account.group_rules
         own_policies: list[GroupPolicy] = [
             rule.group_policy for rule in rules if rule.group_policy is not None
@@ -248,6 +259,7 @@ class InboundOperations:
             allow_from=frozenset(map(manifest.strip_prefix, account.allow_from)),
             group_policy=own_policies[0] if own_policies else account.group_policy or default_policy,
             group_allow_from=frozenset(map(manifest.strip_prefix, listed)),
+            has_own_senders=own_senders is not None,
             has_group_list=groups is not None,
             is_group_listed=groups is not None and bool(groups.keys() & {inbound.chat.id, "*"}),
             is_group_enabled=all(rule.enabled is not False for rule in rules),
@@ -264,14 +276,12 @@ class InboundOperations:
             config.bindings, channel, inbound, config.agent_ids, config.default_agent_id
         )
 
-    def _is_mentioned(self, agent_id: str, inbound: Inbound) -> bool:
-        if inbound.is_mentioned or inbound.is_reply_to_self:
-            return True
+    def _matches_pattern(self, agent_id: str, text: str) -> bool:
         config = self._context.config
         entry = next((entry for entry in config.agents.list if entry.id == agent_id), None)
         own = entry.group_chat.mention_patterns if entry else None
         patterns = config.messages.group_chat.mention_patterns if own is None else own
-        return any(pattern.search(inbound.text) for pattern in _compile_patterns(patterns or ()))
+        return any(pattern.search(text) for pattern in _compile_patterns(patterns or ()))
 
     def _find_history_limit(self, account: ChannelAccount) -> int:
         shared = self._context.config.messages.group_chat.history_limit
@@ -444,7 +454,8 @@ class InboundOperations:
         if not route.history_limit:
             return
         files = [f"[{_describe_media(media)}]" for media in inbound.media]
-        text = " ".join(filter(None, [inbound.text.strip()[:MAX_CONTEXT_CHARACTERS], *files]))
+        said = inbound.text.strip()[:MAX_CONTEXT_CHARACTERS].replace("\0", "")  # which PostgreSQL refuses
+        text = " ".join(filter(None, [said, *files]))
         await inbound_rows.add_context(
             tx,
             delivery_rows.build_place(route.destination),
@@ -488,6 +499,8 @@ class InboundOperations:
         )
         try:
             reply = await self._commands.run(entered, sender)
+        except StoreError:
+            raise  # it is for operators, and the service reports the command again
         except NotFound as error:
             reply = error.what
         except AntiphonError as error:
@@ -539,7 +552,7 @@ async def _enqueue(
 
 @lru_cache(maxsize=64)
 def _compile_patterns(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
-    return tuple(re.compile(pattern, re.IGNORECASE) for pattern in patterns)
+    return tuple(re.compile(pattern, re.IGNORECASE) for pattern in patterns if not has_nested_repeat(pattern))
 
 
 def _clean_name(name: str) -> str:

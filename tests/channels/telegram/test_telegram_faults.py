@@ -14,7 +14,8 @@ from antiphon.channels.telegram import adapter as telegram_adapter
 from antiphon.channels.telegram.bot_api import BotApi
 from antiphon.clock import ManualClock
 from antiphon.config.load import parse
-from antiphon.errors import ConfigError, NotSent, Refused, Unsure
+from antiphon.errors import ConfigError, NotSent, Refused, StoreError, Unsure
+from antiphon.operations.command_runner import ChatCommandRunner
 from channels.service import open_chats
 from channels.telegram.fake import TOKEN, Fault
 from channels.telegram.service import TelegramService
@@ -164,6 +165,56 @@ async def test_a_webhook_of_another_program_is_replaced_without_losing_what_wait
     assert service.fake.count("deleteWebhook") == 1
 
 
+@pytest.mark.requirement("CH9")
+async def test_messages_full_of_long_links_do_not_stop_the_polls(
+    service: TelegramService, tmp_path: Path
+) -> None:
+    links = [{"type": "text_link", "offset": 0, "length": 1, "url": "https://x/" + "a" * 2000}] * 100
+    for _ in range(60):  # 12 MB
+        service.fake.write("spam", user=99, entities=links)
+    await service.write("hello", user=OWNER)
+    async with open_chats(tmp_path, service, ADMIT, heard):
+        assert await service.until_shown(1, OWNER) == ["heard hello"]
+
+
+@pytest.mark.requirement("CH17")
+async def test_strangers_in_an_open_group_enter_no_commands_and_its_own_list_holds(
+    service: TelegramService, tmp_path: Path
+) -> None:
+    service.add_group(GROUP)
+    service.add_group("-1002")
+    groups = {"*": {}, "-1002": {"allowFrom": [OWNER]}}
+    async with open_chats(
+        tmp_path, service, {**ADMIT, "groupPolicy": "open", "groups": groups}, heard
+    ) as chats:
+        for text in ("/new@HelperBot", "/stop", "@HelperBot hello"):
+            service.fake.write(text, user=99, chat=int(GROUP))
+        service.fake.write("@HelperBot hello", user=99, chat=-1002)
+        service.fake.write("/whoami", user=int(OWNER), chat=-1002)
+        [answer] = await service.until_shown(1, "-1002")
+        assert "you are the owner" in answer
+        assert await service.until_shown(1, GROUP) == ["heard [Person99] @HelperBot hello"]
+        assert sorted(chats.outcomes()) == ["command", "run"]
+
+
+@pytest.mark.requirement("CH1", "N6")
+async def test_a_command_that_the_store_could_not_take_is_taken_later(
+    service: TelegramService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, failures = ChatCommandRunner.run, [StoreError("The database of the operator is locked.", "Wait.")]
+
+    async def run_later(self: ChatCommandRunner, *command: Any) -> str:
+        if failures:
+            raise failures.pop()
+        return await run(self, *command)
+
+    monkeypatch.setattr(ChatCommandRunner, "run", run_later)
+    async with open_chats(tmp_path, service, ADMIT, heard):
+        await service.write("/whoami", user=OWNER)
+        [answer] = await service.until_shown(1, OWNER)
+        assert "you are the owner" in answer
+
+
 @pytest.mark.requirement("CH14", "K1")
 async def test_general_is_a_topic_that_messages_are_sent_to_without_its_number(
     service: TelegramService, tmp_path: Path
@@ -218,13 +269,25 @@ def test_contradictions_in_the_configuration_are_errors(settings: dict[str, Any]
     assert refused.value.data["path"] == path
 
 
+@pytest.mark.requirement("N1", "CH17")
+def test_patterns_that_could_stop_the_gateway_have_no_effect() -> None:
+    safe = [r"\bclaw\b", r"(?:hey\s+)?@?claw", "a+b*"]
+    unsafe = ["(a+)+$", r"(?:\w+\s*)*x", "(?:(a|b+)c){2,}", "(?=(a*)*b)"]
+    _, warnings = parse({"messages": {"groupChat": {"mentionPatterns": [*safe, *unsafe]}}})
+    assert [text for text in warnings if "repeats a repetition" in text] == [
+        f"'messages.groupChat.mentionPatterns' has {pattern!r}, which repeats a repetition, so it could stop the"
+        " gateway and has no effect. Write it without."
+        for pattern in unsafe
+    ]
+
+
 @pytest.mark.requirement("N1")
 def test_keys_of_the_family_without_effect_say_why_and_others_take_effect() -> None:
     written = {
         "botToken": "t",
         "streaming": "partial",
         "replyToMode": "off",
-        "groups": {"*": {"skills": ["a"], "requireMention": False}},
+        "groups": {"*": {"skills": ["a"], "errorPolicy": "once", "requireMention": False}},
         "accounts": {"work": {"botToken": "u", "actions": {"poll": True}}},
     }
     config, warnings = parse({"channels": {"telegram": written, "defaults": {"heartbeat": {"showOk": True}}}})
@@ -232,6 +295,7 @@ def test_keys_of_the_family_without_effect_say_why_and_others_take_effect() -> N
     assert told == [
         "'channels.defaults.heartbeat'",
         "'channels.telegram.streaming'",
+        "'channels.telegram.groups.*.errorPolicy'",
         "'channels.telegram.groups.*.skills'",
         "'channels.telegram.accounts.work.actions'",
     ]
