@@ -79,8 +79,8 @@ def _find_pattern_warnings(config: Config) -> Iterator[str]:
         for pattern in patterns or ():
             if has_nested_repeat(pattern):
                 yield (
-                    f"'{path}.mentionPatterns' has {pattern!r}, which repeats a repetition, so it could stop the"
-                    " gateway and has no effect. Write it without."
+                    f"'{path}.mentionPatterns' has {pattern!r}, which repeats a repetition or a choice, so it could"
+                    " stop the gateway and has no effect. Write it without."
                 )
 
 

@@ -133,18 +133,25 @@ def _check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def has_nested_repeat(pattern: str) -> bool:
-    """Whether a regular expression repeats a repetition, which can take for ever on a text that almost matches."""
+    """Whether a regular expression repeats a repetition or a choice.
+
+    Such a one can take for ever on a text that almost matches.
+    """
     parsed: Any = cast("Any", _regex_parser).parse(pattern)
     return _repeats_within(parsed, is_repeated=False)
 
 
 def _repeats_within(node: Any, *, is_repeated: bool) -> bool:
-    """Whether a part of a parsed expression, an item or a sequence, has a repetition inside another one."""
-    if isinstance(node, tuple) and len(node) == 2 and str(node[0]) in _REPEATS:  # pyright: ignore[reportUnknownArgumentType]
-        most, repeated = node[1][1:]  # pyright: ignore[reportUnknownVariableType]
-        if most > 1:
-            return is_repeated or _repeats_within(repeated, is_repeated=True)
-        return _repeats_within(repeated, is_repeated=is_repeated)
+    """Whether a part of a parsed expression, an item or a sequence, has such a repetition inside another one."""
+    if isinstance(node, tuple) and len(node) == 2:  # pyright: ignore[reportUnknownArgumentType]
+        kind, content = cast("tuple[object, Any]", node)
+        if is_repeated and str(kind) == "BRANCH":
+            return True
+        if str(kind) in _REPEATS:
+            least, most, repeated = content
+            if is_repeated and most > 1 and least != most:
+                return True
+            return _repeats_within(repeated, is_repeated=is_repeated or most > 1)
     if isinstance(node, tuple | list | _regex_parser.SubPattern):
         parts = cast("Iterable[Any]", node)
         return any(_repeats_within(part, is_repeated=is_repeated) for part in parts)

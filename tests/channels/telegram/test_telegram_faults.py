@@ -271,12 +271,12 @@ def test_contradictions_in_the_configuration_are_errors(settings: dict[str, Any]
 
 @pytest.mark.requirement("N1", "CH17")
 def test_patterns_that_could_stop_the_gateway_have_no_effect() -> None:
-    safe = [r"\bclaw\b", r"(?:hey\s+)?@?claw", "a+b*"]
-    unsafe = ["(a+)+$", r"(?:\w+\s*)*x", "(?:(a|b+)c){2,}", "(?=(a*)*b)"]
+    safe = [r"\bclaw\b", r"(?:hey\s+)?@?claw", "a+b*", r"(?:\d{3}-){2}", "(?:claw|crab)!?"]
+    unsafe = ["(a+)+$", r"(?:\w+\s*)*x", "(?:(a|b+)c){2,}", "(?=(a*)*b)", "(?:a|ab)+$"]
     _, warnings = parse({"messages": {"groupChat": {"mentionPatterns": [*safe, *unsafe]}}})
     assert [text for text in warnings if "repeats a repetition" in text] == [
-        f"'messages.groupChat.mentionPatterns' has {pattern!r}, which repeats a repetition, so it could stop the"
-        " gateway and has no effect. Write it without."
+        f"'messages.groupChat.mentionPatterns' has {pattern!r}, which repeats a repetition or a choice, so it"
+        " could stop the gateway and has no effect. Write it without."
         for pattern in unsafe
     ]
 
