@@ -83,6 +83,8 @@ class AppOptions(TypedDict, total=False):
     on_commit: Callable[[CommitPhase], None] | None
     session_tool_server: SessionToolServer | None
     """Offers the programs of ACP agents the tools of their sessions."""
+    command: str | None
+    """The command that this process was started as; other processes are told it while they wait for the directory."""
 
 
 class App(msgspec.Struct, frozen=True):
@@ -153,7 +155,7 @@ class _Foundation(NamedTuple):
 @asynccontextmanager
 async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions]) -> AsyncGenerator[App]:
     """Owns the directory, resumes unfinished work, and hosts sessions until the context is left."""
-    with await asyncio.to_thread(StateDir.open_locked, state_dir) as home:
+    with await asyncio.to_thread(StateDir.open_locked, state_dir, options.get("command")) as home:
         async with (
             _open_app_store(config, home, options.get("on_commit")) as store,
             open_coordination(config, store) as coordination,

@@ -52,9 +52,11 @@ async def open_store_readonly(config: Config, state_dir: Path) -> AsyncGenerator
 
 
 @asynccontextmanager
-async def open_store_exclusive(config: Config, state_dir: Path) -> AsyncGenerator[Store]:
+async def open_store_exclusive(
+    config: Config, state_dir: Path, command: str | None = None
+) -> AsyncGenerator[Store]:
     """Owns the directory without executing the runs that wait in it."""
-    with await asyncio.to_thread(StateDir.open_locked, state_dir) as home:
+    with await asyncio.to_thread(StateDir.open_locked, state_dir, command) as home:
         store = await open_store(config, home.database)
         try:
             yield store

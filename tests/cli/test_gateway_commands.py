@@ -190,6 +190,8 @@ def test_a_wrong_token_and_a_token_file(program: Program, tmp_path: Path) -> Non
         assert "--token-file" in refused.error["hint"] and "ANTIPHON_TOKEN" in refused.error["hint"]
         assert program.run("tokens", "revoke", "reader").code == 0
         assert elsewhere.run("status", *far).code == 4
+        owner = ["--url", gateway.url, "--token-file", str(program.state / "tokens.json")]
+        assert elsewhere.run("sessions", "list", *owner).code == 0
         nothing = elsewhere.run("status", "--url", gateway.url, "--json")
         assert (nothing.code, nothing.error["data"]["code"]) == (4, "AUTH_TOKEN_MISSING")
 

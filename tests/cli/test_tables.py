@@ -118,6 +118,20 @@ def test_hints_name_the_program_as_it_was_called(program: Program) -> None:
     assert "List the open ones: ./antiphon approvals." in program.run("approvals", "allow", "x").err
 
 
+def test_hints_keep_the_options_that_select_the_store(program: Program) -> None:
+    for command in ("./antiphon", "antiphon"):
+        called = replace(program, extra={"ANTIPHON_COMMAND": command})
+        store = str(program.home / f"a store of {command[0]}")
+        config = program.home / "other.json5"
+        config.write_text("{}")
+        options = ("--state-dir", store, "--config", str(config))
+        named = f"{command} --config {config} --state-dir '{store}'"
+        assert f"`{named} chat`" in called.run("sessions", "list", *options).err
+        sent = called.run(*options, "send", "main", "say hello")
+        assert f"The answer: {named} sessions history agent:main:main" in sent.err
+        assert f"start it with: {named} up" in called.run("status", *options).out
+
+
 def test_a_pipe_gets_one_complete_line_for_each_row(used: Program) -> None:
     [task] = used.run("subagents", "--json").json["subagents"]
     heading, row, _ = used.run("subagents").out.splitlines()

@@ -49,6 +49,17 @@ def test_a_person_is_told_where_everything_is(program: Program) -> None:
         assert token(program) not in terminal.text
 
 
+def test_a_rehearsal_beside_configured_providers_is_named(program: Program) -> None:
+    provider = {"baseUrl": "http://127.0.0.1:9/v1", "models": [{"id": "m"}]}
+    model = {"defaults": {"model": "rehearsal/rehearsal"}}
+    program.configure({"agents": model, "models": {"providers": {"fake": provider}}})
+    with program.terminal("up", "--port", "0") as terminal:
+        terminal.expect(r"uses the built-in rehearsal model, not a provider \(fake\)")
+        terminal.interrupt()
+        assert terminal.ended() == 0
+        assert "No model provider is configured" not in terminal.text
+
+
 def test_the_token_is_nowhere_but_in_its_private_file(program: Program) -> None:
     with up(program) as gateway:
         program.say("say hello")

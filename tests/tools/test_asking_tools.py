@@ -194,6 +194,31 @@ async def test_a_script_is_told_the_command_that_decides(shop: Shop) -> None:
         assert gateway.stop() == 0
 
 
+@pytest.mark.parametrize(
+    "arguments", [("agent", "--message", "Pay."), ("send", "main", "Pay.", "--wait", "50")]
+)
+async def test_a_command_that_waits_prints_the_question(shop: Shop, arguments: tuple[str, ...]) -> None:
+    with up(shop.program) as gateway:
+        asking = shop.program.start(*arguments)
+        approval = await shop.wait_for_approval()
+        assert asking.stderr is not None
+        lines = [await asyncio.to_thread(asking.stderr.readline) for _ in range(5)]
+        assert lines[1] == "main asks to call pay:\n"
+        assert f"    antiphon approvals allow {approval['id']} " in lines[4]
+        later = shop.program.start("send", "main", "Hurry.", "--wait", "50")
+        assert later.stderr is not None
+        lines = [await asyncio.to_thread(later.stderr.readline) for _ in range(2)]
+        assert lines[1].startswith(
+            "An earlier run of this session waits for approval. main asks to call pay:"
+        )
+        await shop.decide("allow", approval["id"])
+        out, err = await asyncio.to_thread(asking.communicate, timeout=BOUND)
+        assert out == "All done.\n" and "asks to call" not in err
+        later.kill()
+        await asyncio.to_thread(later.communicate, timeout=BOUND)
+        assert gateway.stop() == 0
+
+
 async def test_invalid_arguments_are_refused_without_asking(shop: Shop) -> None:
     shop.provider._script.clear()  # pyright: ignore[reportPrivateUsage]
     shop.provider.script(

@@ -16,7 +16,7 @@ import click
 from antiphon import __version__
 from antiphon.cli._errors import report_error
 from antiphon.cli._options import common_options
-from antiphon.cli._output import PROGRAM_NAME, name_program
+from antiphon.cli._output import PROGRAM_NAME, clear_global_options, name_program
 
 COMMAND_MODULES = {
     "demo": ("antiphon.cli.demo", "Watch agents work together. Needs no setup."),
@@ -107,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.umask(0o077)  # every file written may contain conversations
     # Pydantic would look for plugins in the metadata of every installed package at each start.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    clear_global_options()
     try:
         code = root.main(command_line, prog_name=PROGRAM_NAME, standalone_mode=False)
         sys.stdout.flush()

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from antiphon.cli._gateway_lookup import find_gateway, find_named_gateways
+from antiphon.cli._gateway_lookup import build_not_running_error, find_gateway, find_named_gateways
 from antiphon.cli._options import Settings
-from antiphon.errors import AntiphonError, NotFound, StoreFull, StoreLocked, StoreReadOnly
+from antiphon.cli._ownership import (
+    POLL_SECONDS,
+    SHORT_OWNER_WAIT_SECONDS,
+    get_command_name,
+    open_when_free,
+    run_until_handover,
+)
+from antiphon.errors import AntiphonError, NotFound, StoreFull, StoreLocked, StoreReadOnly, Unavailable
 
 if TYPE_CHECKING:
     from antiphon.bus import Event
@@ -21,6 +28,9 @@ if TYPE_CHECKING:
     from antiphon.operations.operations import Operations
     from antiphon.operations.types import IncomingMessage, ListFilter, SendRequest, SpawnRequest, StopView
 
+T = TypeVar("T")
+
+GATEWAY_START_SECONDS = 60.0  # for a gateway that asked for the directory to answer
 MAX_SESSIONS_COMPARED = 200  # the most recent ones, to suggest one for a mistyped name
 MAX_INDEXING_SECONDS = 5.0  # how long a search waits for the index
 INDEXING_SLICE_SECONDS = 0.4  # how long one slice of indexing keeps the directory locked
@@ -185,6 +195,43 @@ class LocalBackend:
         return await self._operations.deliveries.retry(self._caller, key)
 
 
+class HostingBackend(LocalBackend):
+    """Hosts the sessions of the directory in this process, until a gateway asks for the directory."""
+
+    def __init__(self, operations: Operations, settings: Settings, hosting: AsyncExitStack) -> None:
+        super().__init__(operations)
+        self._settings = settings
+        self._hosting = hosting
+
+    async def wait_here_or_at_gateway(self, work: Callable[[Backend], Coroutine[Any, Any, T]]) -> T:
+        """Do work that only waits; a gateway that asks for the directory gets it, and the work starts again there."""
+        if done := await run_until_handover(self._settings, work(self)):
+            return done.result()
+        await self._hosting.aclose()
+        async with await self._find_new_gateway() as client:
+            return await work(client)
+
+    async def _find_new_gateway(self) -> Client:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + GATEWAY_START_SECONDS
+        while (client := make_gateway_client(self._settings)) is None:
+            if loop.time() > until:
+                raise Unavailable(
+                    "The gateway that asked for the state directory has not started.",
+                    "See why with `antiphon doctor`, and start it again with `antiphon up`.",
+                    url=None,
+                )
+            await asyncio.sleep(POLL_SECONDS)
+        return client
+
+
+async def wait_with_handover(backend: Backend, work: Callable[[Backend], Coroutine[Any, Any, T]]) -> T:
+    """Do work that only waits, and give the directory to a gateway that asks for it meanwhile."""
+    if isinstance(backend, HostingBackend):
+        return await backend.wait_here_or_at_gateway(work)
+    return await work(backend)
+
+
 def _ignore_change(_: str) -> None: ...
 
 
@@ -316,8 +363,15 @@ async def open_backend_for_changes(settings: Settings) -> AsyncGenerator[Backend
     if config.store.url is None:
         check_exists(home.database)
     await require_no_live_replicas(config, home.path)
-    async with open_store_exclusive(config, home.path) as store:
-        backend = LocalBackend(create_operations(config, store, home))
+    async with AsyncExitStack() as stack:
+        store = await _open_unless_gateway_starts(
+            stack, settings, lambda: open_store_exclusive(config, home.path, get_command_name())
+        )
+        backend = (
+            LocalBackend(create_operations(config, store, home))
+            if store is not None
+            else await stack.enter_async_context(_require_gateway_client(settings))
+        )
         async with _suggest_similar_session(backend):
             yield backend
 
@@ -338,7 +392,36 @@ async def open_backend_for_messages(
     loaded = settings.load()
     await require_no_live_replicas(loaded.config, settings.paths.state_dir)
     configure_logging(settings.paths.state_dir, debug=settings.debug)
-    async with open_app_operations(loaded.config, settings.paths.state_dir) as operations:
-        backend = LocalBackend(operations)
+    async with AsyncExitStack() as stack:
+        operations = await _open_unless_gateway_starts(
+            stack,
+            settings,
+            lambda: open_app_operations(loaded.config, settings.paths.state_dir, command=get_command_name()),
+        )
+        if operations is not None:
+            backend, client = HostingBackend(operations, settings, stack), None
+        else:
+            backend = client = await stack.enter_async_context(_require_gateway_client(settings, on_change))
         async with _suggest_similar_session(backend):
-            yield backend, None
+            yield backend, client
+
+
+async def _open_unless_gateway_starts(
+    stack: AsyncExitStack, settings: Settings, open_context: Callable[[], AbstractAsyncContextManager[T]]
+) -> T | None:
+    """Own the directory, after a command that owns it for a moment; None if a gateway has started meanwhile."""
+    state_dir = settings.paths.state_dir
+    try:
+        return await open_when_free(stack, state_dir, open_context, seconds=SHORT_OWNER_WAIT_SECONDS)
+    except StoreLocked:
+        if find_gateway(settings) is None:
+            raise
+        return None
+
+
+def _require_gateway_client(settings: Settings, on_change: Callable[[str], None] = _ignore_change) -> Client:
+    """Return a client for the gateway of the directory, which has just started."""
+    client = make_gateway_client(settings, on_change)
+    if client is None:
+        raise build_not_running_error(settings)
+    return client

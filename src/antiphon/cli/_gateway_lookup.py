@@ -120,13 +120,18 @@ def _read_given_token(settings: Settings) -> str | None:
         return os.environ.get("ANTIPHON_TOKEN") or None
     path = expand_home(settings.token_file)
     try:
-        return path.read_text("utf-8").strip() or None
+        content = path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(
             f"The token file {str(path)!r} could not be read.",
             "Name a file that contains the token.",
             field="token",
         ) from error
+    if not content.startswith("{"):
+        return content or None
+    from antiphon.gateway.tokens import TokenRegistry  # a gateway's own file, tokens.json
+
+    return TokenRegistry.read(path).owner_token
 
 
 def _read_owner_token(settings: Settings) -> str | None:

@@ -16,6 +16,7 @@ import msgspec
 from antiphon.access import Caller
 from antiphon.cli._backend import LocalBackend, make_gateway_client
 from antiphon.cli._options import Settings
+from antiphon.cli._ownership import get_command_name
 from antiphon.cli._references import find_by_name
 from antiphon.cli._wait import wait_for_run_end
 from antiphon.operations.jobs import JobFireResult, JobOperations, JobPatch, JobSpec, JobView, parse_job_input
@@ -115,7 +116,7 @@ async def open_jobs_for_changes(settings: Settings) -> AsyncGenerator[JobBackend
     from antiphon.store.statedir import StateDir
 
     config, home = settings.load().config, StateDir.open_unlocked(settings.paths.state_dir)
-    async with open_store_exclusive(config, home.path) as store:
+    async with open_store_exclusive(config, home.path, get_command_name()) as store:
         yield _LocalJobBackend(create_operations(config, store, home).jobs)
 
 
@@ -133,7 +134,7 @@ async def fire_job(settings: Settings, reference: str) -> tuple[JobFireResult, R
     config = settings.load().config
     await require_no_live_replicas(config, settings.paths.state_dir)
     configure_logging(settings.paths.state_dir, debug=settings.debug)
-    async with open_app(config, settings.paths.state_dir) as opened:
+    async with open_app(config, settings.paths.state_dir, command=get_command_name()) as opened:
         job_id = (await find_job(_LocalJobBackend(opened.operations.jobs), reference)).id
         fired = await opened.operations.jobs.run(Caller.operator(), job_id)
         if not fired.run_id:

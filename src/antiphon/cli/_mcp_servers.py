@@ -223,7 +223,7 @@ def _show_added(settings: Settings, keys: Sequence[str], result: ProbeResult | N
     if result is not None:
         _show_result(result)
     if is_running:
-        click.echo(f"The running gateway uses it after a restart: {_output.PROGRAM_NAME} stop, then up.")
+        click.echo(f"The running gateway uses it after a restart: {_output.format_program()} stop, then up.")
 
 
 # --- questions ---
@@ -322,7 +322,7 @@ def _format_row(server: dict[str, Any]) -> list[str]:
     contact = server.get("lastContactAt")
     reason = server.get("reason") or ""
     if server["state"] == "needs_auth":
-        reason += f". Run: {_output.PROGRAM_NAME} mcp login {server['name']}"
+        reason += f". Run: {_output.format_program()} mcp login {server['name']}"
     return [
         server["name"],
         server["state"].replace("_", " "),
@@ -383,7 +383,11 @@ def _keep_log_apart(settings: Settings) -> None:
 
 def _show_result(result: ProbeResult) -> None:
     if result.state != "ready":
-        hint = f" Run: {_output.PROGRAM_NAME} mcp login {result.name}" if result.state == "needs_auth" else ""
+        hint = (
+            f" Run: {_output.format_program()} mcp login {result.name}"
+            if result.state == "needs_auth"
+            else ""
+        )
         click.echo(_output.clean_text(f"It cannot be used: {result.reason}.{hint}"))
         return
     count = _output.format_count(len(result.tools), "tool")

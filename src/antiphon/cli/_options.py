@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from antiphon.cli._output import set_global_option
 from antiphon.paths import Paths, locate_paths
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def _store_option(ctx: click.Context, param: click.Parameter, value: object) -> 
         raise click.UsageError(f"{param.opts[0]} is empty. Give a value, or leave the option out.")
     if value and param.name:
         setattr(settings, param.name, value)
+        if param.name in {"config", "state_dir"}:
+            set_global_option(param.opts[0], str(value))
 
 
 def get_session_reference(agent: str | None, key: str | None) -> str:

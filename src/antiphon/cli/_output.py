@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,25 @@ TEXT_ARGUMENTS = ("message", "task", "text", "query")
 NEXT_SMALLER_UNIT = {"d": "h", "h": "min", "min": "s"}
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _C1_CONTROL_BYTES = re.compile(rb"\xc2([\x80-\x9f])")  # U+0080 to U+009F in UTF-8
+
+
+_global_options: dict[str, str] = {}
+"""The options `--state-dir` and `--config` of this command line; commands in hints need them too."""
+
+
+def set_global_option(name: str, value: str) -> None:
+    """Add an option of the command line to the commands in hints."""
+    _global_options[name] = value
+
+
+def clear_global_options() -> None:
+    _global_options.clear()
+
+
+def format_program() -> str:
+    """Return how the user calls the program, with the options that select the state directory and configuration."""
+    options = (f"{name} {shlex.quote(value)}" for name, value in sorted(_global_options.items()))
+    return " ".join([PROGRAM_NAME, *options])
 
 
 def is_coloured() -> bool:
@@ -70,13 +90,15 @@ def clip_text(text: str, maximum: int = MAX_MESSAGE_CHARS, *, whole: str = "--js
 
 def name_program(text: str) -> str:
     """Return a text in which commands such as `antiphon up` begin as the user calls the program."""
-    if PROGRAM_NAME == "antiphon":
+    program = format_program()
+    if program == "antiphon":
         return text
     from antiphon.cli import COMMAND_MODULES
 
     commands = "|".join(COMMAND_MODULES)
+    named = re.escape(program.removeprefix("antiphon"))  # some commands in the text are complete already
     return re.sub(
-        rf"(?<![\w/.-])antiphon(?= (?:{commands}|COMMAND|--[a-z-]+)\b)", lambda _: PROGRAM_NAME, text
+        rf"(?<![\w/.-])antiphon(?!{named})(?= (?:{commands}|COMMAND|--[a-z-]+)\b)", lambda _: program, text
     )
 
 

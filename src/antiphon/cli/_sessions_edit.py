@@ -54,7 +54,7 @@ def reset(settings: Settings, key: str) -> None:
     else:
         click.echo(
             f"{_output.clean_line(session.key)} begins a new conversation. "
-            f"The old one: {_output.PROGRAM_NAME} sessions history {_output.clean_line(old)}"
+            f"The old one: {_output.format_program()} sessions history {_output.clean_line(old)}"
         )
 
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
 from antiphon.cli import _output
-from antiphon.errors import NotFound, Unavailable
+from antiphon.errors import Forbidden, NotFound, Unavailable
 
 if TYPE_CHECKING:
     from antiphon.cli._backend import Backend
     from antiphon.operations.collaboration_types import DeliveryView, TaskView
-    from antiphon.operations.types import RunView
+    from antiphon.operations.types import MessageReceipt, RunView
 
 RUN_WAIT_SECONDS = 60.0  # length of one wait; repeated until the run has ended
 POLL_SECONDS = 0.2  # between two polls of state that has no event
+APPROVAL_POLL_SECONDS = 1.0
 DELIVERY_PAGE_ROWS = 500
 DELIVERY_WAIT_SECONDS = 5.0  # in which a delivery to a web chat normally arrives
 
@@ -33,17 +34,15 @@ def explain_early_exit(session: str, *, hosted: bool, run_id: str | None = None)
         yield
     except asyncio.CancelledError:
         continues = "continues when Antiphon is started again" if hosted else "continues"
-        click.echo(
-            f"The work {continues}. Look later: {_output.PROGRAM_NAME} sessions history {_output.clean_line(session)}",
-            err=True,
-        )
+        look = f"{_output.format_program()} sessions history {_output.clean_line(session)}"
+        click.echo(f"The work {continues}. Look later: {look}", err=True)
         raise
     except Unavailable as error:
         if run_id is None or "url" not in error.data:  # the connection is not what failed
             raise
         raise Unavailable(
             f"{error.what} The message was accepted (run {run_id}) and is not lost.",
-            f"Do not send it again. Look for the answer later: {_output.PROGRAM_NAME} sessions history {session}",
+            f"Do not send it again. Look for the answer later: {_output.format_program()} sessions history {session}",
             **error.data,
             runId=run_id,
         ) from error
@@ -53,6 +52,37 @@ def print_accepted_run(run_id: str, session_key: str) -> None:
     """Print the accepted run on standard error, before waiting for it."""
     text = f"Accepted: run {_output.clean_line(run_id)} in {_output.clean_line(session_key)}."
     _output.print_wrapped("", text, err=True)
+
+
+@asynccontextmanager
+async def show_approvals(backend: Backend, accepted: MessageReceipt, *, silent: bool) -> AsyncGenerator[None]:
+    """Until the context is left, print the calls of the session that wait for a person, each once."""
+    if silent:
+        yield
+        return
+    from antiphon.event_loop import run_in_background
+
+    async with run_in_background(_print_new_approvals(backend, accepted)):
+        yield
+
+
+async def _print_new_approvals(backend: Backend, accepted: MessageReceipt) -> None:
+    from antiphon.cli.approvals import print_question
+
+    shown: set[str] = set()
+    while True:
+        try:
+            waiting = await backend.list_approvals(accepted.session_key)
+        except (
+            Forbidden,
+            Unavailable,
+        ):  # the token may not decide, or the wait itself reports the lost gateway
+            return
+        for approval in waiting:
+            if approval.id not in shown:
+                print_question(approval, is_earlier_run=approval.run_id != accepted.run_id)
+        shown = {approval.id for approval in waiting}
+        await asyncio.sleep(APPROVAL_POLL_SECONDS)
 
 
 async def wait_for_run_end(backend: Backend, run_id: str) -> RunView:

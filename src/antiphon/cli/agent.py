@@ -12,6 +12,7 @@ from antiphon.cli._param_types import FiniteNumberParam
 from antiphon.cli.send import MAX_WAIT_SECONDS, print_run_outcome
 
 if TYPE_CHECKING:
+    from antiphon.cli._backend import Backend
     from antiphon.operations.types import IncomingMessage, RunView
 
 
@@ -38,8 +39,12 @@ def command(settings: Settings, text: str, agent: str | None, key: str | None, t
 
 
 async def _submit_and_wait(settings: Settings, message: IncomingMessage) -> RunView:
-    from antiphon.cli._backend import open_backend_for_messages, remember_replicas
-    from antiphon.cli._wait import explain_early_exit, print_accepted_run, wait_for_run_end
+    from antiphon.cli._backend import open_backend_for_messages, remember_replicas, wait_with_handover
+    from antiphon.cli._wait import explain_early_exit, print_accepted_run, show_approvals, wait_for_run_end
+
+    async def wait_for_answer(backend: Backend) -> RunView:
+        async with show_approvals(backend, accepted, silent=settings.json):
+            return await wait_for_run_end(backend, accepted.run_id)
 
     async with open_backend_for_messages(settings) as (backend, gateway):
         hosted = gateway is None
@@ -49,4 +54,4 @@ async def _submit_and_wait(settings: Settings, message: IncomingMessage) -> RunV
         if not settings.json:
             print_accepted_run(accepted.run_id, accepted.session_key)
         with explain_early_exit(accepted.session_key, hosted=hosted, run_id=accepted.run_id):
-            return await wait_for_run_end(backend, accepted.run_id)
+            return await wait_with_handover(backend, wait_for_answer)

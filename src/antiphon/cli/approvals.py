@@ -66,9 +66,22 @@ def _print_approval(approval: ApprovalView) -> None:
 
 def format_choices(approval: ApprovalView) -> list[str]:
     """Return the commands that decide on a call."""
-    program = _output.PROGRAM_NAME
+    program = _output.format_program()
     always = "   (or with --always: do not ask again)" if approval.can_allow_always else ""
     return [f"{program} approvals allow {approval.id}{always}", f"{program} approvals deny {approval.id}"]
+
+
+def print_question(approval: ApprovalView, *, is_earlier_run: bool) -> None:
+    """Print on standard error that a call waits for a decision, and the commands that decide."""
+    lines = "".join(f"\n    {line}" for line in approval.text.split("\n"))
+    choices = "".join(f"\n    {choice}" for choice in format_choices(approval))
+    blocked = "An earlier run of this session waits for approval. " if is_earlier_run else ""
+    click.echo(
+        _output.clean_text(
+            f"{blocked}{approval.agent_id} asks to call {approval.tool}:{lines}\n  Answer with:{choices}"
+        ),
+        err=True,
+    )
 
 
 @command.command()

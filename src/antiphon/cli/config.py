@@ -135,11 +135,18 @@ def schema() -> None:
     _output.print_json(build_json_schema())
 
 
-def format_rehearsal_notice(settings: Settings) -> str:
-    """Return the notice for people who have not configured a model yet."""
+def format_rehearsal_notice(settings: Settings, loaded: LoadedConfig | None = None) -> str:
+    """Return the notice for people whose agent has no model of a provider yet."""
+    if loaded is not None and (providers := ", ".join(loaded.config.models.providers)):
+        return (
+            f"The default agent uses the built-in rehearsal model, not a provider ({providers}): it\n"
+            "follows instructions such as `say hello`. To use a real model, name it under\n"
+            f"`agents.defaults.model` in {str(settings.paths.config)!r}, as PROVIDER/MODEL,\n"
+            f"then run `{_output.format_program()} config check`."
+        )
     return (
         "No model provider is configured, so the built-in rehearsal model answers: it\n"
         "follows instructions such as `say hello`. To use a real model, add it under\n"
         f"`models.providers` in {str(settings.paths.config)!r},\n"
-        f"then run `{_output.PROGRAM_NAME} config check`."
+        f"then run `{_output.format_program()} config check`."
     )

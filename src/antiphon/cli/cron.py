@@ -285,7 +285,7 @@ def runs(settings: Settings, job: str, limit: int) -> None:
         _output.print_table(["AT", "STATE", "LASTED", "RUN", "ERROR", "REPLY"], rows)
         click.echo(
             _output.dim(
-                f"Full replies: {_output.PROGRAM_NAME} sessions history {_output.clean_line(found[0].session_key)}"
+                f"Full replies: {_output.format_program()} sessions history {_output.clean_line(found[0].session_key)}"
             )
         )
 

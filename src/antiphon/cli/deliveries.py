@@ -89,7 +89,7 @@ def _print_page(page: DeliveryPage) -> None:
         click.echo(_output.dim(f"There are more: --cursor {_output.clean_text(page.next_cursor)}"))
     if any(delivery.state in STUCK_STATES for delivery in page.deliveries):
         click.echo(
-            _output.dim(f"After you have fixed the cause: {_output.PROGRAM_NAME} deliveries retry KEY")
+            _output.dim(f"After you have fixed the cause: {_output.format_program()} deliveries retry KEY")
         )
 
 
@@ -124,7 +124,7 @@ def retry(settings: Settings, key: str) -> int:
     elif delivery.state == "delivered":
         click.echo("It was delivered.")
     else:
-        click.echo(f"It is on its way. See: {_output.PROGRAM_NAME} deliveries")
+        click.echo(f"It is on its way. See: {_output.format_program()} deliveries")
     return 1 if delivery.state in STUCK_STATES else 0
 
 

@@ -311,7 +311,7 @@ class _DiagramPresenter:
             click.echo(f"{'file':<11} {written}")
         if kept:
             click.echo(
-                f"{'kept':<11} {_output.PROGRAM_NAME} --state-dir {kept} sessions history main --tools"
+                f"{'kept':<11} {_output.format_program()} --state-dir {kept} sessions history main --tools"
             )
         click.echo()
         for number, (what, why) in enumerate(self._story.next_steps):

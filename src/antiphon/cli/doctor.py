@@ -19,6 +19,7 @@ from antiphon.cli import _output
 from antiphon.cli._gateway_lookup import find_local_gateways
 from antiphon.cli._options import Settings, common_options
 from antiphon.cli._output import format_age
+from antiphon.cli._ownership import explain_owner
 from antiphon.cli.channels import load_accounts
 from antiphon.cli.status import read_readiness
 from antiphon.config import Config
@@ -34,6 +35,7 @@ from antiphon.doctor import (
 from antiphon.errors import AntiphonError, BusError, ConfigError, StoreError, Unavailable
 from antiphon.gateway import discovery
 from antiphon.gateway.discovery import DiscoveryRecord
+from antiphon.store.statedir import StateDir
 
 if TYPE_CHECKING:
     from antiphon.config.channels import ChannelAccount
@@ -164,7 +166,9 @@ def check_gateways(state_dir: Path, config: Config | None) -> Iterator[Finding]:
         yield report_warning(
             "gateway",
             f"not running; {discovery.DISCOVERY_FILE_NAME} was left behind by process {left.pid}, which was killed.",
-            "Nothing is lost: start it again with `antiphon up`.",
+            f"Nothing is lost. The directory is in use by {owner}. {explain_owner(owner)}"
+            if (owner := StateDir.open_unlocked(state_dir).owner)
+            else "Nothing is lost: start it again with `antiphon up`.",
         )
     else:
         yield report_ok("gateway", "not running")

@@ -135,6 +135,6 @@ def _print_page(page: ExchangePage) -> None:
     _output.print_table(
         ["PHASE", "FROM", "TO", "SINCE", "TURNS", "ANNOUNCED", "ID", "MESSAGE", "LATEST REPLY"], rows
     )
-    click.echo(_output.dim(f"One exchange in full: {_output.PROGRAM_NAME} exchanges show ID"))
+    click.echo(_output.dim(f"One exchange in full: {_output.format_program()} exchanges show ID"))
     if page.next_cursor:
         click.echo(_output.dim(f"There are more: --cursor {_output.clean_text(page.next_cursor)}"))

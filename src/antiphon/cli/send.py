@@ -15,6 +15,7 @@ from antiphon.cli._param_types import FiniteNumberParam, IntegerParam
 from antiphon.send_policy import parse_send_command
 
 if TYPE_CHECKING:
+    from antiphon.cli._backend import Backend
     from antiphon.operations.collaboration_types import SendResult
     from antiphon.operations.types import IncomingMessage, MessageReceipt, RunView, SendRequest
 
@@ -145,9 +146,17 @@ def _send_as_operator(settings: Settings, message: IncomingMessage, seconds: flo
 async def _submit_message(
     settings: Settings, message: IncomingMessage, seconds: float | None
 ) -> tuple[MessageReceipt, RunView]:
-    from antiphon.cli._backend import open_backend_for_messages, remember_replicas
-    from antiphon.cli._wait import explain_early_exit, print_accepted_run, wait_for_run_end
+    from antiphon.cli._backend import open_backend_for_messages, remember_replicas, wait_with_handover
+    from antiphon.cli._wait import explain_early_exit, print_accepted_run, show_approvals, wait_for_run_end
 
+    async def wait_for_answer(backend: Backend) -> RunView:
+        async with show_approvals(backend, accepted, silent=settings.json or not seconds):
+            # Only this process can answer, so it stays until the run has ended.
+            if seconds is None:
+                return await wait_for_run_end(backend, accepted.run_id)
+            return await backend.wait(accepted.run_id, max(0, until - loop.time()))
+
+    loop = asyncio.get_running_loop()
     async with open_backend_for_messages(settings) as (backend, gateway):
         hosted = gateway is None
         if seconds:
@@ -158,10 +167,10 @@ async def _submit_message(
         if seconds and not settings.json:
             print_accepted_run(accepted.run_id, accepted.session_key)
         with explain_early_exit(accepted.session_key, hosted=hosted, run_id=accepted.run_id):
-            # Only this process can answer, so it stays until the run has ended.
-            if seconds is None and hosted:
-                return accepted, await wait_for_run_end(backend, accepted.run_id)
-            return accepted, await backend.wait(accepted.run_id, seconds or 0)
+            if seconds is None and not hosted:
+                return accepted, await backend.wait(accepted.run_id, 0)
+            until = loop.time() + (seconds or 0)
+            return accepted, await wait_with_handover(backend, wait_for_answer)
 
 
 async def _send_between_sessions(
@@ -169,26 +178,34 @@ async def _send_between_sessions(
 ) -> tuple[SendResult, RunView]:
     import msgspec
 
-    from antiphon.cli._backend import open_backend_for_messages
+    from antiphon.cli._backend import open_backend_for_messages, wait_with_handover
     from antiphon.cli._references import ensure_session_exists
     from antiphon.cli._wait import explain_early_exit, print_accepted_run, wait_until_idle
 
+    async def wait_for_outcome(backend: Backend) -> tuple[SendResult, RunView]:
+        # The same idempotency key is the same message, so this call only waits.
+        result = sent
+        if request.timeout_seconds:
+            left = max(0, until - loop.time())
+            result = await backend.send(msgspec.structs.replace(request, timeout_seconds=left), sender)
+        # Only this process can answer, and the exchange may have further turns.
+        if hosted and result.status != "timeout":
+            await wait_until_idle(backend, sender, sent.session_key)
+        return result, await backend.wait(sent.run_id, 0)
+
+    loop = asyncio.get_running_loop()
     target = request.session or ""
     async with open_backend_for_messages(settings) as (backend, gateway):
+        hosted = gateway is None
         for session in (sender, target):
             await ensure_session_exists(backend, session)
-        with explain_early_exit(target, hosted=gateway is None):
+        with explain_early_exit(target, hosted=hosted):
             sent = await backend.send(msgspec.structs.replace(request, timeout_seconds=0), sender)
         if request.timeout_seconds and not settings.json:
             print_accepted_run(sent.run_id, sent.session_key)
-        with explain_early_exit(sent.session_key, hosted=gateway is None, run_id=sent.run_id):
-            # The same idempotency key is the same message, so this call only waits.
-            if request.timeout_seconds:
-                sent = await backend.send(request, sender)
-            # As above, and the exchange may have further turns.
-            if gateway is None and sent.status != "timeout":
-                await wait_until_idle(backend, sender, sent.session_key)
-            return sent, await backend.wait(sent.run_id, 0)
+        until = loop.time() + request.timeout_seconds
+        with explain_early_exit(sent.session_key, hosted=hosted, run_id=sent.run_id):
+            return await wait_with_handover(backend, wait_for_outcome)
 
 
 def print_run_outcome(settings: Settings, view: RunView, seconds: float = 0) -> int:
@@ -223,7 +240,7 @@ def _print_exchange_outcome(settings: Settings, sent: SendResult, view: RunView,
 def _print_accepted_with_hint(run_id: str, session_key: str) -> None:
     key = _output.clean_line(session_key)
     _output.print_wrapped("", f"Accepted: run {_output.clean_line(run_id)} in {key}.")
-    click.echo(_output.dim(f"The answer: {_output.PROGRAM_NAME} sessions history {key}"), err=True)
+    click.echo(_output.dim(f"The answer: {_output.format_program()} sessions history {key}"), err=True)
 
 
 def print_timeout_notice(view: RunView, seconds: float) -> None:
@@ -236,6 +253,6 @@ def print_timeout_notice(view: RunView, seconds: float) -> None:
     _output.print_wrapped(
         "",
         f"No answer after {seconds:g} s. The message was delivered and {where}; the run continues. "
-        f"Look later: {_output.PROGRAM_NAME} sessions history {key}",
+        f"Look later: {_output.format_program()} sessions history {key}",
         err=True,
     )

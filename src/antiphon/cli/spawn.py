@@ -190,10 +190,15 @@ def _read_attachment(path: Path) -> SpawnAttachment:
 async def _spawn_and_wait(
     settings: Settings, request: SpawnRequest, requester: str, seconds: float | None
 ) -> tuple[SpawnResult, SubagentOutcome | None]:
-    from antiphon.cli._backend import open_backend_for_messages, remember_replicas
+    from antiphon.cli._backend import open_backend_for_messages, remember_replicas, wait_with_handover
     from antiphon.cli._references import ensure_session_exists
     from antiphon.cli._wait import explain_early_exit, print_accepted_run
 
+    async def wait_for_outcome(backend: Backend) -> SubagentOutcome:
+        left = None if seconds is None else max(0, until - loop.time())
+        return await _wait_for_outcome(backend, spawned.run_id, requester, left, silent=silent, hosted=hosted)
+
+    loop = asyncio.get_running_loop()
     async with open_backend_for_messages(settings) as (backend, gateway):
         await ensure_session_exists(backend, requester)
         silent, hosted = settings.json or seconds is None, gateway is None
@@ -207,10 +212,9 @@ async def _spawn_and_wait(
         if not silent:
             print_accepted_run(spawned.run_id, spawned.child_session_key)
             _print_attachments(spawned, err=True)
+        until = loop.time() + (seconds or 0)
         with explain_early_exit(spawned.child_session_key, hosted=hosted, run_id=spawned.run_id):
-            ended = await _wait_for_outcome(
-                backend, spawned.run_id, requester, seconds, silent=silent, hosted=hosted
-            )
+            ended = await wait_with_handover(backend, wait_for_outcome)
         return spawned, ended
 
 
@@ -243,7 +247,9 @@ def _print_accepted_with_hint(spawned: SpawnResult, requester: str) -> None:
     click.echo(f"Accepted: run {_output.clean_line(spawned.run_id)} in {child}.")
     _print_attachments(spawned)
     click.echo(
-        _output.dim(f"The report: {_output.PROGRAM_NAME} sessions history {_output.clean_line(requester)}"),
+        _output.dim(
+            f"The report: {_output.format_program()} sessions history {_output.clean_line(requester)}"
+        ),
         err=True,
     )
 
@@ -267,7 +273,7 @@ def _print_outcome(settings: Settings, spawned: SpawnResult, ended: SubagentOutc
         child = _output.clean_line(spawned.child_session_key)
         click.echo(
             f"No report after {seconds:g} s; the sub-agent continues. "
-            f"Look later: {_output.PROGRAM_NAME} sessions history {child}",
+            f"Look later: {_output.format_program()} sessions history {child}",
             err=True,
         )
     else:

@@ -12,7 +12,9 @@ import msgspec
 
 from antiphon.cli import _output
 from antiphon.cli._options import Settings, common_options, gateway_options
+from antiphon.cli._ownership import explain_owner
 from antiphon.errors import Forbidden
+from antiphon.store.statedir import LockOwner
 
 if TYPE_CHECKING:
     from antiphon.client import Client
@@ -122,7 +124,13 @@ async def _read_store_status(settings: Settings) -> dict[str, Any]:
     from antiphon.store.statedir import StateDir
 
     home = StateDir.open_unlocked(settings.paths.state_dir)
-    facts: dict[str, Any] = {"running": False, "stateDir": str(home.path), "holder": home.holder}
+    owner = home.owner
+    facts: dict[str, Any] = {
+        "running": False,
+        "stateDir": str(home.path),
+        "holder": owner.pid if owner else None,
+        "holderCommand": owner.command if owner else None,
+    }
     config, operator = settings.load_config_lazily(), Caller.operator()
     elsewhere = config.store_url is not None
     if not elsewhere and not home.database.exists():
@@ -176,9 +184,11 @@ def _format_gateway_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _format_stopped(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     runs = facts["runs"]
     hosted = any(replica["alive"] for replica in facts.get("replicas", ()))
-    yield "gateway", f"not running{' here, but elsewhere' * hosted}; start it with: {_output.PROGRAM_NAME} up"
+    state = f"not running{' here, but elsewhere' * hosted}"
     if facts["holder"]:
-        yield "in use", f"by process {facts['holder']} that is not a gateway (such as a chat or an import)"
+        yield from _format_owner(state, LockOwner(facts["holder"], facts["holderCommand"]))
+    else:
+        yield "gateway", f"{state}; start it with: {_output.format_program()} up"
     yield "sessions", str(facts["sessions"])
     if hosted or facts["holder"]:
         yield "runs", _format_run_counts(runs)
@@ -191,6 +201,13 @@ def _format_stopped(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _format_stuck_deliveries(facts)
     yield from _format_replicas(facts)
     yield "state", facts["stateDir"]
+
+
+def _format_owner(state: str, owner: LockOwner) -> Iterator[tuple[str, str]]:
+    """Yield how a gateway can be started while another command owns the directory."""
+    yield "gateway", state
+    what = str(owner) if owner.command else f"{owner} that is not a gateway (such as a chat or an import)"
+    yield "in use", f"by {what}. {explain_owner(owner)}"
 
 
 def _format_run_counts(runs: dict[str, int]) -> str:
@@ -217,7 +234,7 @@ def _format_waiting_approvals(facts: dict[str, Any]) -> Iterator[tuple[str, str]
     """Yield how many calls wait for a person, if any do."""
     if count := facts["approvals"]:
         waiting = f"{_output.format_count(count, 'call waits', 'calls wait')} for approval"
-        yield "approvals", f"{waiting}; see: {_output.PROGRAM_NAME} approvals"
+        yield "approvals", f"{waiting}; see: {_output.format_program()} approvals"
 
 
 def _format_stuck_deliveries(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -225,4 +242,4 @@ def _format_stuck_deliveries(facts: dict[str, Any]) -> Iterator[tuple[str, str]]
     counts: dict[str, int] = facts["deliveries"] or {}
     stuck = [f"{counts[state]} {state}" for state in ("dead", "ambiguous", "expired") if counts.get(state)]
     if stuck:
-        yield "deliveries", f"{', '.join(stuck)}; see: {_output.PROGRAM_NAME} deliveries"
+        yield "deliveries", f"{', '.join(stuck)}; see: {_output.format_program()} deliveries"

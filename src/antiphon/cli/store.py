@@ -154,7 +154,7 @@ def _print_result(moved: MigrationResult, tokens: int, server: PgServer) -> None
     if tokens:
         click.echo(f"Issued tokens that stay valid there: {tokens:,}.")
     click.echo(
-        f"Next: set store.url to the database {server.display_name} and start `{_output.PROGRAM_NAME} up`."
+        f"Next: set store.url to the database {server.display_name} and start `{_output.format_program()} up`."
     )
 
 

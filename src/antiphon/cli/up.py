@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,16 @@ from antiphon.cli import _output
 from antiphon.cli._gateway_lookup import find_running_gateway
 from antiphon.cli._join import JoinSlot
 from antiphon.cli._options import Settings, common_options
+from antiphon.cli._ownership import COMMANDS_THAT_HAND_OVER, explain_owner, open_when_free
 from antiphon.cli._param_types import IntegerParam
 from antiphon.errors import StoreLocked
+from antiphon.store.statedir import LockOwner, StateDir
 
 if TYPE_CHECKING:
     from antiphon.config import LoadedConfig
+    from antiphon.gateway.server import ListeningGateway
 
+OWNER_WAIT_SECONDS = 60.0  # for a command that owns the directory to release it
 MAX_AGENTS_NAMED = 4  # agents listed at the start
 
 
@@ -62,10 +66,16 @@ async def _run_gateway(settings: Settings, loaded: LoadedConfig, slot: JoinSlot)
     from antiphon.errors import Unavailable
     from antiphon.gateway.server import serve_gateway
 
+    def serve() -> AbstractAsyncContextManager[ListeningGateway]:
+        if stopping.is_set():  # while it waited for the directory
+            raise click.Abort
+        return serve_gateway(
+            loaded.config, slot.state_dir, port=slot.port, tokens_dir=settings.paths.state_dir, command="up"
+        )
+
     with _stop_on_signal() as stopping:
-        async with serve_gateway(
-            loaded.config, slot.state_dir, port=slot.port, tokens_dir=settings.paths.state_dir
-        ) as served:
+        async with AsyncExitStack() as stack:
+            served = await _start_when_free(stack, slot.state_dir, serve)
             slot.release_join_lock()
             with suppress(OSError):  # the reader of the startup output may be gone
                 _print_startup(settings, loaded, slot.state_dir, served.url)
@@ -75,6 +85,28 @@ async def _run_gateway(settings: Settings, loaded: LoadedConfig, slot: JoinSlot)
             if not stopping.is_set():
                 raise Unavailable("The gateway stopped unexpectedly.", "See the log for the reason.")
             click.echo(_output.dim(f"Stopping… {_describe_unfinished_runs(loaded)}"), err=True)
+
+
+async def _start_when_free(
+    stack: AsyncExitStack,
+    state_dir: Path,
+    serve: Callable[[], AbstractAsyncContextManager[ListeningGateway]],
+) -> ListeningGateway:
+    """Start the gateway; a command that owns the directory is asked to release it."""
+    with ExitStack() as requests:
+
+        def ask_owner(owner: LockOwner) -> None:
+            requests.enter_context(StateDir.open_unlocked(state_dir).request_handover())
+            _output.print_wrapped("", _output.name_program(_describe_wait(owner)), err=True)
+
+        return await open_when_free(stack, state_dir, serve, seconds=OWNER_WAIT_SECONDS, on_wait=ask_owner)
+
+
+def _describe_wait(owner: LockOwner) -> str:
+    wait = f"Waiting up to {OWNER_WAIT_SECONDS:g} s for the state directory, which is in use by {owner}."
+    if owner.command in COMMANDS_THAT_HAND_OVER:
+        return f"{wait} It hands its run over to this gateway."
+    return f"{wait} {explain_owner(owner)}"
 
 
 def _describe_unfinished_runs(loaded: LoadedConfig) -> str:
@@ -138,9 +170,9 @@ def _print_startup_summary(settings: Settings, loaded: LoadedConfig, state_dir: 
         ("state", str(state_dir)),
     ):
         _output.print_wrapped(f"  {name:<8} ", _output.clean_line(fact))
-    program = _output.PROGRAM_NAME
+    program = _output.format_program()
     if describe_answering_model(loaded, loaded.config.default_agent_id) == REHEARSAL_MODEL_REF:
-        click.echo(format_rehearsal_notice(settings))
+        click.echo(format_rehearsal_notice(settings, loaded))
     if len(loaded.config.agent_ids) > 1 and "agent_to_agent" not in loaded.config.tools.model_fields_set:
         _output.print_wrapped("hint: ", f"{NO_MESSAGING_HINT} See: {program} agents")
     _output.print_wrapped(
@@ -167,7 +199,7 @@ def _describe_agents(loaded: LoadedConfig) -> str:
     ]
     more = len(others) - len(named) + 1
     return f"agents {', '.join(named)}" + (
-        f" and {more} more (`{_output.PROGRAM_NAME} agents`)" if more else ""
+        f" and {more} more (`{_output.format_program()} agents`)" if more else ""
     )
 
 

@@ -6,18 +6,38 @@ import errno
 import fcntl
 import os
 import time
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from antiphon.errors import StoreError, StoreFull, StoreLocked, StoreReadOnly
 from antiphon.paths import CONFIG_FILE_NAME, DATABASE_FILE_NAME, LOG_FILE_NAME
 
 LOCK_WAIT_SECONDS = 1.0  # for another owner to release it
+MAX_LOCK_FILE_BYTES = 128
+HANDOVER_FILE_NAME = "handover"
 READ_ONLY_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS}
 _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
 _INITIAL_FILES = {CONFIG_FILE_NAME, LOG_FILE_NAME}  # may exist before the first start
+
+
+class LockOwner(NamedTuple):
+    """The process that owns a state directory, as its lock file describes it."""
+
+    pid: str
+    """`unknown` if the owner could not write it."""
+    command: str | None = None
+    """The command it was started as, such as `send`."""
+
+    def __str__(self) -> str:
+        return f"`{self.command}`, process {self.pid}" if self.command else f"process {self.pid}"
+
+
+def _parse_lock_file(content: bytes) -> LockOwner:
+    pid, _, command = content.decode(errors="replace").partition("\n")
+    return LockOwner(pid.strip() or "unknown", command.strip() or None)
 
 
 def translate_os_error(error: OSError, path: Path) -> StoreError:
@@ -69,12 +89,12 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_lock_file(path: Path) -> bool:
-    """Whether this is Antiphon's lock file: it is empty or contains a process id."""
+    """Whether this is Antiphon's lock file: it is empty or begins with a process id."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        content = file.read(32).strip()
-    return not content or content.isdigit()
+        content = file.read(MAX_LOCK_FILE_BYTES).strip()
+    return not content or content.split(b"\n")[0].isdigit()
 
 
 def _take_lock(lock: int) -> None:
@@ -105,8 +125,11 @@ class StateDir:
         return self.path / "transcripts"
 
     @classmethod
-    def open_locked(cls, path: Path) -> Self:
-        """Creates the directory if needed and locks it until it is closed."""
+    def open_locked(cls, path: Path, command: str | None = None) -> Self:
+        """Creates the directory if needed and locks it until it is closed.
+
+        Other processes are told the `command` that this process was started as.
+        """
         try:
             _make_private(path)
             lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -115,16 +138,16 @@ class StateDir:
         try:
             _take_lock(lock)
         except OSError as error:
-            holder = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
+            owner = _parse_lock_file(os.read(lock, MAX_LOCK_FILE_BYTES))
             os.close(lock)
             raise StoreLocked(
-                f"The state directory {str(path)!r} is in use by another Antiphon (process {holder}).",
+                f"The state directory {str(path)!r} is in use by another Antiphon ({owner}).",
                 "Stop that one first, or choose another directory with --state-dir.",
-                pid=holder,
+                pid=owner.pid,
             ) from error
         try:
             os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            os.pwrite(lock, f"{os.getpid()}\n{command or ''}".rstrip("\n").encode() + b"\n", 0)
         except OSError:
             pass  # The process id only serves the message above; on a full disk the lock still holds.
         return cls(path, lock)
@@ -154,6 +177,12 @@ class StateDir:
     @property
     def holder(self) -> str | None:
         """The process that holds the lock (its id, or `unknown`), or None."""
+        owner = self.owner
+        return owner.pid if owner else None
+
+    @property
+    def owner(self) -> LockOwner | None:
+        """The process that holds the lock, or None."""
         try:
             lock = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -161,10 +190,41 @@ class StateDir:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
-            return os.read(lock, 32).decode(errors="replace").strip() or "unknown"
+            return _parse_lock_file(os.read(lock, MAX_LOCK_FILE_BYTES))
         finally:
             os.close(lock)
         return None
+
+    @contextmanager
+    def request_handover(self) -> Generator[None]:
+        """Asks the owner to release the directory, until the context is left.
+
+        The request is a lock too, so that a killed process leaves none behind.
+        """
+        try:
+            request = os.open(self.path / HANDOVER_FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise translate_os_error(error, self.path) from error
+        try:
+            fcntl.flock(request, fcntl.LOCK_SH)  # waits only for an owner that is looking for requests
+            yield
+        finally:
+            os.close(request)
+
+    @property
+    def is_handover_requested(self) -> bool:
+        """Whether another process has asked the owner to release the directory."""
+        try:
+            request = os.open(self.path / HANDOVER_FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(request, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(request)
+        return False
 
     def close(self) -> None:
         if self._lock is not None:

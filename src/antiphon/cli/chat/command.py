@@ -105,7 +105,7 @@ async def _print_greeting(
     if model == REHEARSAL_MODEL_REF:
         from antiphon.cli.config import format_rehearsal_notice
 
-        click.echo(format_rehearsal_notice(settings))
+        click.echo(format_rehearsal_notice(settings, None if gateway else settings.load()))
     click.echo(_output.dim("/help lists the commands, /quit leaves."))
 
 

@@ -390,7 +390,8 @@ class ChatController:
         old = await self._backend.describe(self._session)
         await self._backend.renew(self._session, expected=old.session_id)
         self._renderer.print_result(
-            f"Started a new conversation. To read the old one: {_output.PROGRAM_NAME} sessions history {old.session_id}"
+            "Started a new conversation. To read the old one: "
+            f"{_output.format_program()} sessions history {old.session_id}"
         )
 
     async def _stop_answer(self, _: str) -> None:
@@ -423,7 +424,7 @@ class ChatController:
             self._session, HistoryFilter(limit=int(argument or 10), include_tools=True, without_internal=True)
         )
         await speakers.look_up_page_speakers(self._backend, page.messages, self._renderer.known)
-        whole = f"{_output.PROGRAM_NAME} sessions history {self._session} --json"
+        whole = f"{_output.format_program()} sessions history {self._session} --json"
         for item in page.messages:
             heading = speakers.format_heading(item, self._renderer.known, self._renderer.speaker)
             self._renderer.print_result(f"{heading} {_output.format_entry_text(item, whole=whole)}")
@@ -470,7 +471,7 @@ class ChatController:
         ):
             doubtful = lines.pop(0)
             if not _is_slash_command(doubtful):
-                look = f"`{_output.PROGRAM_NAME} sessions history {self._session}`"
+                look = f"`{_output.format_program()} sessions history {self._session}`"
                 notices.append(f"{look} shows whether this was sent: {_abbreviate(doubtful)}")
         if lines:
             more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
