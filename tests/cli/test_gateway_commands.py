@@ -417,6 +417,25 @@ def test_a_conversation_with_a_gateway(program: Program) -> None:
 
 
 @pytest.mark.requirement("G2")
+def test_an_answer_cut_off_by_a_kill_is_shown_whole_and_once_afterwards(program: Program) -> None:
+    answer = "This answer takes some seconds, which is long enough to kill the gateway."
+    with up(program) as first, program.terminal("chat") as terminal:
+        terminal.expect("you> ")
+        terminal.type(f"slow 8 {answer}")
+        terminal.expect("main> This answer")
+        first.stop(signal.SIGKILL)
+        terminal.expect("Lost the connection to the gateway; reconnecting")
+        with up(program, first.port):
+            terminal.expect(f"{re.escape(answer)}\nyou> ")
+            terminal.type("/quit")
+            assert terminal.ended() == 0
+    _, _, shown = terminal.text.partition("Reconnected.\n")
+    assert shown.splitlines()[:2] == [f"main> {answer}", "you> /quit"]
+    before = terminal.text.partition("Lost the connection")[0].splitlines()[-1].removeprefix("main> ")
+    assert answer.startswith(before.strip()), "only what had arrived"
+
+
+@pytest.mark.requirement("G2")
 def test_a_conversation_survives_its_gateway(program: Program) -> None:
     with up(program) as first, program.terminal("chat") as terminal:
         terminal.expect("a new conversation")

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from antiphon.bus import Delta, Event, MessageAppended
+from antiphon.bus import EVERY_SESSION_TOPIC, Delta, Event, MessageAppended
 from antiphon.engine.runs import deltas
 from antiphon.gateway import run_streams
 from antiphon.gateway.hub import Hub
@@ -115,6 +115,57 @@ async def test_who_comes_later_is_sent_what_was_said_before(tmp_path: Path) -> N
             await late.event("chat", state="final")
             await early.event("chat", state="final")
             assert [texts(early), texts(late)] == ["one two", "one two"]
+
+
+async def test_who_connects_while_no_one_else_is_connected_is_sent_what_was_said_before(
+    tmp_path: Path,
+) -> None:
+    go_on = [asyncio.Event() for _ in range(2)]
+
+    async def agent(prompt: Prompt) -> AsyncGenerator[str]:
+        yield "one "
+        for number, event in enumerate(go_on):
+            await event.wait()
+            yield f"{number} "
+
+    async with open_gateway(tmp_path, agent) as gateway:
+        async with gateway.client(caps=["chat-deltas"]) as early:
+            await early.call("chat.send", sessionKey="main", message="count", idempotencyKey="r1")
+            await early.event("chat", state="delta")
+
+        async def is_alone() -> bool:
+            return not gateway.served.hub.connections
+
+        await wait_until(is_alone)
+        async with gateway.app.bus.listen(EVERY_SESSION_TOPIC) as events, asyncio.timeout(BOUND):
+            go_on[0].set()
+            while not isinstance(await events.get(), Delta):
+                pass
+        async with gateway.client(caps=["chat-deltas"]) as late:
+            go_on[1].set()
+            await late.event("chat", state="final")
+            assert texts(late) == "one 0 1 "
+
+
+async def test_who_subscribes_during_an_answer_is_sent_the_whole_text_again(tmp_path: Path) -> None:
+    go_on = asyncio.Event()
+
+    async def agent(prompt: Prompt) -> AsyncGenerator[str]:
+        yield "one "
+        await go_on.wait()
+        yield "two"
+
+    async with open_gateway(tmp_path, agent) as gateway, gateway.client(caps=["chat-deltas"]) as client:
+        await client.call("chat.send", sessionKey="main", message="count", idempotencyKey="r1")
+        await client.event("chat", state="delta")
+        await client.call("sessions.messages.subscribe", key="main")
+        go_on.set()
+        await client.event("chat", state="final")
+        pieces = client.list_events("chat", state="delta")
+        assert [(piece["deltaText"], piece.get("replace")) for piece in pieces] == [
+            ("one ", None),
+            ("one two", True),
+        ]
 
 
 async def test_who_lags_is_sent_no_text_with_a_hole_in_it(

@@ -172,16 +172,29 @@ class Hub:
                 event = await events.get()
                 if event is None:
                     continue
-                if not self.connections:
-                    self.run_streams.forget_all_runs()
-                    continue
                 try:
-                    if isinstance(event, Gap):
+                    if not self.connections:
+                        self._follow_runs(event)
+                    elif isinstance(event, Gap):
                         await self._recover_ended_runs()
                     else:
                         self._handle_event(event)
                 except Exception:
                     log.exception("Failed to broadcast event")
+
+    def _follow_runs(self, event: Event) -> None:
+        """Collect growing answers while no client is connected, for clients that connect before they are complete."""
+        match event:
+            case Delta():
+                self.run_streams.handle_delta(event)
+            case MessageAppended():
+                self.run_streams.handle_message(event, wire.format_appended_entry(event).get("role"))
+            case RunChanged():
+                self.run_streams.handle_run_change(event)
+            case Gap():
+                self.run_streams.forget_all_runs()
+            case _:
+                pass
 
     def _handle_event(self, event: Event) -> None:
         match event:

@@ -43,6 +43,9 @@ class StreamedRun(msgspec.Struct, eq=False):
     """The text so far."""
     length: int = 0
     """Length of the text so far, in characters."""
+    last_delta_number: int = 0
+    has_missed_delta: bool = False
+    """Whether a piece of the current step was lost: the rest of it is not streamed, its entry has all of it."""
     unsent: list[str] = msgspec.field(default_factory=list[str])
     """Text that readers of increments have not been sent yet."""
     unsent_thinking: list[str] = msgspec.field(default_factory=list[str])
@@ -76,6 +79,7 @@ class StreamedRun(msgspec.Struct, eq=False):
         self.pieces.clear()
         self.unsent.clear()
         self.unsent_thinking.clear()
+        self.has_missed_delta = False
         self.length = self.full_text_characters_sent = 0
         self.next_full_text_length = 1
         self.caught_up_readers.clear()
@@ -122,6 +126,15 @@ class RunStreams:
             run.caught_up_readers.discard(connection)
             run.skipped_readers.discard(connection)
 
+    def send_from_beginning(self, connection: WebSocketConnection, session_key: str) -> None:
+        """Send a connection the text so far with the next increment of each run of this session.
+
+        A client that connects may not have looked at events before it subscribed.
+        """
+        for run in self._runs.values():
+            if wire.format_session_key(run.session_key) == session_key:
+                run.caught_up_readers.discard(connection)
+
     def _get_or_add_run(self, run_id: str, session_key: str) -> StreamedRun:
         run = self._runs.get(run_id)
         if run is None:
@@ -156,10 +169,14 @@ class RunStreams:
 
     def handle_delta(self, event: Delta) -> None:
         run = self._get_or_add_run(event.run_id, event.session_key)
-        if event.restart:
+        is_run_again = event.number == 1 and run.last_delta_number > 0
+        if event.restart or is_run_again:
             run.begin_step()
             self._send_restart(run)
-        if event.text:
+        elif event.number != run.last_delta_number + 1:
+            run.has_missed_delta = True
+        run.last_delta_number = event.number
+        if event.text and not run.has_missed_delta:
             run.pieces.append(event.text)
             run.unsent.append(event.text)
             run.length += len(event.text)

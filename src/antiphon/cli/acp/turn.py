@@ -78,7 +78,7 @@ class EditorTurn:
             self._thinking += event.thinking
             return self._thought.send_up_to(self._thinking)
         # A gateway that was started again counts from one, and sends the text so far first.
-        begins_again = event.restart or event.number <= self._last_delta_number
+        begins_again = event.restart or event.number == 1
         self._has_missed_delta = self._has_missed_delta or event.number != self._last_delta_number + 1
         self._last_delta_number = event.number
         if begins_again:

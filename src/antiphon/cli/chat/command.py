@@ -49,7 +49,7 @@ async def _run_chat(settings: Settings, reference: str, messages: Sequence[str],
     from antiphon.cli.chat.renderer import ChatRenderer
 
     renderer = ChatRenderer("silent" if settings.json else "conversation" if interactive else "answers")
-    async with open_backend_for_messages(settings, renderer.print_note) as (backend, gateway):
+    async with open_backend_for_messages(settings, renderer.report_connection_change) as (backend, gateway):
         view = await backend.open(reference)
         renderer.speaker = view.agent_id or renderer.speaker
         if interactive:

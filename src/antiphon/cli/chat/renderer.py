@@ -74,6 +74,13 @@ class ChatRenderer:
         """Stream the answer of this run to the reader; the style `answers` shows no other runs."""
         self._own_run_ids.add(run_id)
 
+    def report_connection_change(self, text: str) -> None:
+        """Print that the connection was lost or is back; what follows of an answer is shown from its beginning."""
+        self._end_open_line()
+        self._begin_step()
+        self._has_missed_delta, self._has_printed_speaker = True, False
+        self.print_note(text)
+
     def print_note(self, text: str) -> None:
         """Print a note from the chat itself."""
         if self._style == "conversation":
@@ -177,16 +184,16 @@ class ChatRenderer:
             return
         if event.run_id != self._current_run_id:
             self._begin_run(event.run_id)
-        is_repeated = (
-            event.number <= self._last_delta_number
-        )  # a gateway that was started again counts from one
-        self._has_missed_delta = self._has_missed_delta or event.number != self._last_delta_number + 1
-        self._last_delta_number = event.number
-        if event.restart or is_repeated:
+        # A gateway that was started again counts from one.
+        if event.restart or event.number == 1:
             if self._streamed_text:
                 self._end_open_line()
                 self.print_note("(the answer was cut off; it starts again)")
+                self._has_printed_speaker = False
             self._begin_step()
+        elif event.number != self._last_delta_number + 1:
+            self._has_missed_delta = True
+        self._last_delta_number = event.number
         if event.text and not self._has_missed_delta:
             self._withheld_text += event.text
             if self._streamed_text or not may_be_control_token(self._withheld_text):
@@ -287,6 +294,7 @@ class ChatRenderer:
             if text:
                 self.print_note("(full answer)")
             self._streamed_text = ""
+            self._has_printed_speaker = False
         self._append_text(text[len(self._streamed_text) :])
         self._end_open_line()
 

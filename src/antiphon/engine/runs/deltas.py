@@ -91,8 +91,10 @@ class DeltaStream:
 
     def _publish_delta(self, text: str = "", *, restart: bool = False) -> None:
         self._next_flush_at = self._loop.time() + DELTA_INTERVAL_SECONDS
-        self._number += 1
-        has_content = text or self._thinking or restart  # the sanitizer may hold back all of it
+        has_content = bool(text or self._thinking or restart)  # the sanitizer may hold back all of it
+        self._number += (
+            has_content  # also if it is not published: who listens later knows that it missed something
+        )
         if has_content and not self._quiet and self._bus.has_listeners(self._topic):
             event = Delta(
                 session_key=self._session_key,

@@ -377,9 +377,11 @@ async def subscribe_to_messages(call: MethodCall, params: MessagesSubscribeParam
         ):
             raise
         await call.operations.sessions.open(call.caller, session)
-    return await call.hub.subscriptions.subscribe(
+    subscription = await call.hub.subscriptions.subscribe(
         call.connection, session, params.after_seq, params.session_id
     )
+    call.hub.run_streams.send_from_beginning(call.connection, subscription["key"])
+    return subscription
 
 
 class MessagesUnsubscribeParams(Params, frozen=True):
