@@ -47,6 +47,10 @@ from antiphon.runtimes import Deltas, Prompt
 _CALL_PATTERN = re.compile(r"call\s+(\S+)\s*")
 _PLUS_PATTERN = re.compile(r"\s*\+\s*(?=call\s)")
 _ATTACHMENTS_PLACEHOLDER = "{attachments}"
+_FRAME_PATTERN = re.compile(r"<<<data (\w+)>>>\n(.*?)\n<<<end \1>>>", re.DOTALL)
+"""Matches a text of another agent or program as models see it."""
+_INSTRUCTIONS_HEADING = "Instructions for this session:"  # before the first message to an ACP agent
+MAX_QUOTED_CHARACTERS = 200  # of a message that has no instruction
 _ATTACHMENTS_PATTERN = re.compile(r"\.antiphon/attachments/[0-9A-Za-z-]+")
 
 
@@ -84,7 +88,7 @@ class RehearsalRuntime:
         instruction, results = _find_position(prompt.messages)
         script = _parse_script(instruction)
         if script is None:
-            usage = f"You said: {instruction.strip()!r}. {_format_help(prompt)}"
+            usage = f"You said: {_shorten_instruction(instruction)!r}. {_format_help(prompt)}"
             text = _answer_unscripted_step(instruction, prompt) or usage
             return await self._stream_reply(prompt, deltas, text)
         step = _find_next_step(script, len(results))
@@ -138,6 +142,17 @@ class RehearsalRuntime:
             model="rehearsal",
             usage=TokenUsage(input=seen, output=written, total_tokens=seen + written),
         )
+
+
+def _shorten_instruction(instruction: str) -> str:
+    """Return what was said, without the text around it that is for models."""
+    text = instruction.strip()
+    frames = list(_FRAME_PATTERN.finditer(text))
+    if frames:
+        text = text[frames[-1].end() :].strip() or frames[-1][2].strip()
+    elif text.startswith(_INSTRUCTIONS_HEADING):
+        text = text.rpartition("\n")[2]
+    return text if len(text) <= MAX_QUOTED_CHARACTERS else f"{text[: MAX_QUOTED_CHARACTERS - 1]}…"
 
 
 def _format_help(prompt: Prompt) -> str:
