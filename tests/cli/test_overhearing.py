@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from antiphon.bus import Delivered, Delta, MessageAppended, RunChanged
+from antiphon.cli.chat import speakers
 from antiphon.cli.chat.renderer import ChatRenderer
 from antiphon.client.feed import FeedPosition
 from cli.gateways import up
@@ -117,6 +118,61 @@ def test_what_an_agent_announces_is_shown_without_the_step(program: Program) -> 
         assert "announce step" not in terminal.text
 
 
+@pytest.mark.requirement("H1")
+def test_a_stopped_answer_is_no_error_in_the_history(program: Program) -> None:
+    with up(program), program.terminal("chat") as terminal:
+        terminal.expect("you> ")
+        terminal.type("slow 60 a b c d e f g h i j k l m n o p q r s t u v w x y z")
+        terminal.expect("main> a")
+        terminal.type("/stop")
+        terminal.expect(r"\(The run was stopped.\)\nyou> ")
+        terminal.type("/history")
+        terminal.expect(r"main> a.*\n.*\(The run was stopped.\)\nyou> ")
+        terminal.type("/quit")
+        assert terminal.ended() == 0
+        told = program.run("sessions", "history", "main").out
+    assert "(The run was stopped.)" in told
+    assert "Error" not in terminal.text + told
+
+
+@pytest.mark.requirement("H1")
+def test_speakers_are_named_as_a_person_would(program: Program) -> None:
+    with up(program), program.terminal("chat") as terminal:
+        terminal.expect("you> ")
+        added = program.run(
+            *(
+                "cron",
+                "add",
+                "--name",
+                "tick",
+                "--message",
+                "say tock",
+                "--every",
+                "1h",
+                "--announce",
+                "--json",
+            )
+        )
+        assert added.code == 0, added.err
+        assert program.run("cron", "run", added.json["id"]).code == 0
+        terminal.expect("cron tick> tock\n")
+        terminal.type("/history")
+        terminal.expect("cron tick> tock\n")
+        terminal.type("/quit")
+        assert terminal.ended() == 0
+        assert "cron tick> tock" in program.run("sessions", "history", "main").out
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("inter_session", "operator"), ("command_end", "background command"), ("cron", "cron job")],
+)
+def test_a_speaker_that_is_no_session_is_named_by_what_it_is(kind: str, name: str) -> None:
+    known = speakers.KnownSpeakers("agent:main:main")
+    item = {"role": "user", "content": "x", "provenance": {"kind": kind, "sourceTool": "sessions_send"}}
+    assert speakers.format_heading(item, known) == f"{name}>"
+
+
 # --- events, one by one ---
 
 
@@ -190,6 +246,35 @@ def test_an_answer_that_a_restarted_gateway_gives_again_is_streamed(
     screen.show_event(Delta(session_key="k", run_id="mine", number=1, text="one "))
     screen.show_event(Delta(session_key="k", run_id="mine", number=2, text="two\n"))
     assert capsys.readouterr().out.endswith("one two\n")
+
+
+@pytest.mark.parametrize("first", [2, 3, 7])
+def test_an_answer_whose_new_beginning_was_missed_is_shown_once_it_is_whole(
+    first: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    screen = ChatRenderer("conversation", "main")
+    screen.expect_answer("mine")
+    for number, piece in enumerate(("one ", "two "), 1):
+        screen.show_event(Delta(session_key="k", run_id="mine", number=number, text=piece))
+    screen.report_connection_change("Reconnected.")
+    screen.show_event(Delta(session_key="k", run_id="mine", number=first, text="two "))
+    screen.show_event(Delta(session_key="k", run_id="mine", number=first + 1, text="three "))
+    screen.show_event(entry("mine", "assistant", "one two three four"))
+    screen.show_event(ends("mine", "one two three four"))
+    assert capsys.readouterr().out == "main> one two \nReconnected.\nmain> one two three four\n"
+
+
+def test_an_answer_goes_on_from_the_whole_text_after_a_lost_connection(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    screen = ChatRenderer("conversation", "main")
+    screen.expect_answer("mine")
+    screen.show_event(Delta(session_key="k", run_id="mine", number=1, text="one "))
+    screen.report_connection_change("Reconnected.")
+    screen.show_event(Delta(session_key="k", run_id="mine", number=2, text="one two ", restart=True))
+    screen.show_event(Delta(session_key="k", run_id="mine", number=3, text="three"))
+    screen.show_event(ends("mine", "one two three"))
+    assert capsys.readouterr().out == "main> one \nReconnected.\nmain> one two three\n"
 
 
 @pytest.mark.parametrize("token", ["ANNOUNCE_SKIP", "NO_REPLY"])

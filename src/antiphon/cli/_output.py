@@ -274,7 +274,8 @@ def format_entry_text(item: Mapping[str, Any], *, whole: str = "--json") -> str:
     content = item.get("content")
     blocks = cast("list[Any]", content) if isinstance(content, list) else [{"type": "text", "text": content}]
     failure = item.get("errorMessage")
-    parts = [*map(_format_block, blocks), f"Error: {failure}" if failure else ""]
+    ending = f"({failure})" if item.get("stopReason") == "aborted" else f"Error: {failure}"
+    parts = [*map(_format_block, blocks), ending if failure else ""]
     return clean_text(clip_text("\n".join(filter(None, parts)), whole=whole))
 
 

@@ -22,6 +22,19 @@ OTHER_CLIENT_SPEAKER = "you (elsewhere)"  # of a message that was typed into thi
 REPORT_KIND = "subagent_result"
 INTERNAL_STEP_NAMES = {"announce_step": "announce step", "wake": "wake"}
 """Messages by which Antiphon itself makes a session continue; they address no other session."""
+_NAME_BY_KIND = {
+    "inter_session": "operator",
+    "message": "operator",
+    "steer": "operator",
+    "spawn": "operator",
+    "command_end": "background command",
+    "cron": "cron job",
+    "hook": "web hook",
+    "external": "another program",
+}
+"""Names of speakers that are no session, by kind of provenance."""
+UNATTENDED_KINDS = ("cron", "hook")
+"""Kinds of provenance, and of session keys, whose sessions are named by what started them."""
 TURN_PREFIX = "turn:"  # prefix of the ids of runs that answer another session's reply
 
 TranscriptItem = Mapping[str, Any]
@@ -66,7 +79,9 @@ def format_speaker(item: TranscriptItem, known: KnownSpeakers) -> str | None:
     if str(kind) in INTERNAL_STEP_NAMES:
         return INTERNAL_STEP_NAMES[str(kind)]
     if not source:
-        return clean_line(str(kind))
+        return _NAME_BY_KIND.get(str(kind)) or clean_line(str(kind))
+    if kind in UNATTENDED_KINDS:
+        return clean_line(known.labels.get(source) or _NAME_BY_KIND[str(kind)])
     exchange_id, turn = _get_exchange_turn(item)
     # A turn begins with the other side's message of the previous turn.
     return clean_line(f"↔ {_shorten_name(source, known.labels)}{_format_turn(exchange_id, turn - 1, known)}")
@@ -125,14 +140,21 @@ def _shorten_name(key: str, labels: Mapping[str, str]) -> str:
     return labels.get(key) or shorten_session_key(key)
 
 
+def _get_starter(key: str) -> str | None:
+    """Return `cron` or `hook` for the key of a session that one of them started."""
+    parts = key.split(":")
+    return parts[2] if len(parts) > 3 and parts[0] == "agent" and parts[2] in UNATTENDED_KINDS else None
+
+
 async def look_up_speakers(backend: Backend, items: Iterable[TranscriptItem], known: KnownSpeakers) -> None:
-    """Look up the speakers of these entries; a session that no longer exists is shown by its key."""
+    """Look up the speakers of these entries; a session that no longer exists is shown by its key or the end of it."""
     for item in items:
         provenance = get_provenance(item)
-        if provenance.get("kind") == REPORT_KIND:
-            key = str(provenance.get("sourceSessionKey"))
-            if key not in known.labels:
-                known.labels[key] = await _load_label(backend, key)
+        source = str(provenance.get("sourceSessionKey") or "")
+        starter = _get_starter(source)
+        if source and source not in known.labels and (starter or provenance.get("kind") == REPORT_KIND):
+            label = await _load_label(backend, source)
+            known.labels[source] = f"{starter} {label.split(':', 3)[-1]}" if starter else label
         exchange_id, turn = _get_exchange_turn(item)
         if (turn or provenance.get("exchangeId")) and exchange_id not in known.exchanges:
             known.exchanges[exchange_id] = await _load_exchange(backend, exchange_id)
@@ -154,7 +176,8 @@ async def look_up_page_speakers(
 
 async def _load_label(backend: Backend, key: str) -> str:
     try:
-        return (await backend.describe(key)).label or key
+        session = await backend.describe(key)
+        return session.label or session.display_name or key
     except AntiphonError:
         return key
 
