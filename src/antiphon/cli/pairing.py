@@ -41,7 +41,7 @@ def _show_pairings(settings: Settings, channel: str | None) -> None:
     if settings.json:
         _output.print_json({"pairings": found})
     elif not found:
-        click.echo("Nobody is paired, and nobody asks to be.")
+        click.echo("No one is paired, and no one has asked to be.")
     else:
         rows = [_format_row(view) for view in found]
         _output.print_table(["STATE", "CHANNEL", "ACCOUNT", "ID", "NAME", "CODE", "SINCE"], rows)

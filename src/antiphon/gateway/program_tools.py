@@ -149,7 +149,7 @@ class ProgramToolServer:
 
 
 class ProgramTools:
-    """A program as a client of MCP: it acts as its session (`SessionTools`, `McpClient`)."""
+    """A program as a client of MCP: it acts as its session (`OfferedTools`, `McpClient`)."""
 
     instructions = SESSION_INSTRUCTIONS
     may_act = True

@@ -188,15 +188,9 @@ class InboundOperations:
             is_mentioned=inbound.is_mentioned or inbound.is_reply_to_self,
             is_command=command is not None,
         )
-        admission_rules = self._build_rules(manifest, account, rules, inbound)
-        admission = decide_admission(admission_rules, facts)
-        # Patterns are only for people who may write: matching can take long, and a stranger chooses the text.
-        if admission.outcome == "context" and self._matches_pattern(agent_id, inbound.text):
-            admission = decide_admission(admission_rules, msgspec.structs.replace(facts, is_mentioned=True))
-        if admission.outcome == "challenge" and not await pairing_rows.can_request_pairing(
-            tx, manifest.name, inbound.account, inbound.sender.id, self._context.clock.now()
-        ):
-            admission = Admission("ignore", "waits for its pairing, or too many others do")
+        admission = await self._decide(
+            tx, manifest, inbound, self._build_rules(manifest, account, rules, inbound), facts, agent_id
+        )
         is_owner = is_paired_owner or inbound.sender.id in senders
         return _Route(
             admission=admission,
@@ -224,6 +218,26 @@ class InboundOperations:
             command=command,
             history_limit=self._find_history_limit(account),
         )
+
+    async def _decide(
+        self,
+        tx: Tx,
+        manifest: ChannelManifest,
+        inbound: Inbound,
+        rules: AdmissionRules,
+        facts: AdmissionFacts,
+        agent_id: str,
+    ) -> Admission:
+        """Return the admission with what only patterns of mentions and earlier pairing requests can tell."""
+        admission = decide_admission(rules, facts)
+        # Patterns are only for people who may write: matching can take long, and a stranger chooses the text.
+        if admission.outcome == "context" and self._matches_pattern(agent_id, inbound.text):
+            return decide_admission(rules, msgspec.structs.replace(facts, is_mentioned=True))
+        if admission.outcome == "challenge" and not await pairing_rows.can_request_pairing(
+            tx, manifest.name, inbound.account, inbound.sender.id, self._context.clock.now()
+        ):
+            return Admission("ignore", "waits for its pairing, or too many others do")
+        return admission
 
     def _find_group_rules(
         self, account: ChannelAccount, inbound: Inbound

@@ -46,7 +46,7 @@ _UNKNOWN_COMMAND_HINT = (
 LineHandler = Callable[[str], Coroutine[Any, Any, None]]
 
 
-class ChatCommand(NamedTuple):
+class TerminalCommand(NamedTuple):
     handler: LineHandler
     help: str
     has_argument: bool = False
@@ -108,28 +108,28 @@ class ChatController:
             prompt.commands = {name: command.help for name, command in self._commands.items()}
             prompt.commands[QUIT_COMMAND] = "leave"
 
-    def _list_commands(self) -> dict[str, ChatCommand]:
+    def _list_commands(self) -> dict[str, TerminalCommand]:
         """Return the slash commands of this chat; leaving is handled where lines are read."""
         return {
-            "/new": ChatCommand(
+            "/new": TerminalCommand(
                 self._start_new_conversation, "start a new conversation; the old one is kept"
             ),
-            "/stop": ChatCommand(self._stop_answer, "stop the answer (also Ctrl-C)"),
-            "/send": ChatCommand(
+            "/stop": TerminalCommand(self._stop_answer, "stop the answer (also Ctrl-C)"),
+            "/send": TerminalCommand(
                 self._set_send_policy,
                 "allow or block messages to this session: /send on, off or inherit",
                 has_argument=True,
             ),
-            "/approve": ChatCommand(
+            "/approve": TerminalCommand(
                 self._decide_approval,
                 "decide on a waiting tool call: /approve ID allow-once, allow-always or deny",
                 has_argument=True,
             ),
-            "/history": ChatCommand(
+            "/history": TerminalCommand(
                 self._show_history, "show the last messages: /history 50", has_argument=True
             ),
-            "/status": ChatCommand(self._show_status, "show the state of this conversation"),
-            "/help": ChatCommand(self._show_help, "show this help"),
+            "/status": TerminalCommand(self._show_status, "show the state of this conversation"),
+            "/help": TerminalCommand(self._show_help, "show this help"),
         }
 
     @property

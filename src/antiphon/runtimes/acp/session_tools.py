@@ -28,7 +28,7 @@ class ProgramConnection(msgspec.Struct, frozen=True, kw_only=True):
     """The socket that it opens in its sandbox, if it can."""
 
 
-class SessionTools(Protocol):
+class OfferedTools(Protocol):
     """The tools of one session, for its program alone. They can be called during its turns."""
 
     @property
@@ -46,6 +46,6 @@ class SessionTools(Protocol):
 
 
 class SessionToolServer(Protocol):
-    async def open(self, identity: TurnIdentity, connection: ProgramConnection) -> SessionTools | None:
+    async def open(self, identity: TurnIdentity, connection: ProgramConnection) -> OfferedTools | None:
         """Offer a program the tools of its session; None if there are none, or no way to reach them."""
         ...

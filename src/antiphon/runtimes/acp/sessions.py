@@ -38,7 +38,7 @@ from antiphon.runtimes.acp.permissions import (
     choose_option,
     decide,
 )
-from antiphon.runtimes.acp.session_tools import ProgramConnection, SessionTools, SessionToolServer
+from antiphon.runtimes.acp.session_tools import OfferedTools, ProgramConnection, SessionToolServer
 from antiphon.runtimes.acp.turn_recorder import Json, TurnRecorder
 from antiphon.runtimes.turns import TurnHost, TurnIdentity, TurnRuntime
 
@@ -100,7 +100,7 @@ class AgentSession:
         self._config = agent.runtime.acp
         self._owner = owner
         self._prepared: LaunchableProgram | None = None
-        self._tools: SessionTools | None = None
+        self._tools: OfferedTools | None = None
         self._settling: asyncio.Task[None] | None = None
         self._ending_count = 0
         self._instructions = ""
