@@ -87,6 +87,7 @@ def test_a_command_that_waited_too_long_says_for_what(
 
 def test_a_request_for_the_directory_ends_with_its_process(tmp_path: Path) -> None:
     with StateDir.open_locked(tmp_path / "state", "send") as home:
+        assert (home.path / "lock").read_text() == f"{os.getpid()}\n", "as in: kill -9 $(cat lock)"
         other = StateDir.open_unlocked(home.path)
         assert other.owner == (str(os.getpid()), "send") and other.holder == str(os.getpid())
         assert not home.is_handover_requested

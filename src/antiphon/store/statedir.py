@@ -16,15 +16,17 @@ from antiphon.errors import StoreError, StoreFull, StoreLocked, StoreReadOnly
 from antiphon.paths import CONFIG_FILE_NAME, DATABASE_FILE_NAME, LOG_FILE_NAME
 
 LOCK_WAIT_SECONDS = 1.0  # for another owner to release it
-MAX_LOCK_FILE_BYTES = 128
+MAX_LOCK_FILE_BYTES = 32
+MAX_COMMAND_FILE_BYTES = 128
 HANDOVER_FILE_NAME = "handover"
+"""Names the command that owns the directory; a lock on it asks the owner to release the directory."""
 READ_ONLY_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS}
 _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
 _INITIAL_FILES = {CONFIG_FILE_NAME, LOG_FILE_NAME}  # may exist before the first start
 
 
 class LockOwner(NamedTuple):
-    """The process that owns a state directory, as its lock file describes it."""
+    """The process that owns a state directory, as it describes itself there."""
 
     pid: str
     """`unknown` if the owner could not write it."""
@@ -33,11 +35,6 @@ class LockOwner(NamedTuple):
 
     def __str__(self) -> str:
         return f"`{self.command}`, process {self.pid}" if self.command else f"process {self.pid}"
-
-
-def _parse_lock_file(content: bytes) -> LockOwner:
-    pid, _, command = content.decode(errors="replace").partition("\n")
-    return LockOwner(pid.strip() or "unknown", command.strip() or None)
 
 
 def translate_os_error(error: OSError, path: Path) -> StoreError:
@@ -89,12 +86,31 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_lock_file(path: Path) -> bool:
-    """Whether this is Antiphon's lock file: it is empty or begins with a process id."""
+    """Whether this is Antiphon's lock file: it is empty or contains a process id."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
         content = file.read(MAX_LOCK_FILE_BYTES).strip()
-    return not content or content.split(b"\n")[0].isdigit()
+    return not content or content.isdigit()
+
+
+def _describe_owner(state_dir: Path, lock_content: bytes) -> LockOwner:
+    pid = lock_content.decode(errors="replace").strip() or "unknown"
+    try:
+        with (state_dir / HANDOVER_FILE_NAME).open("rb") as file:
+            owner, _, command = file.read(MAX_COMMAND_FILE_BYTES).decode(errors="replace").partition("\n")
+    except OSError:
+        return LockOwner(pid)
+    return LockOwner(pid, command.strip() or None) if owner == pid else LockOwner(pid)
+
+
+def _write_command(state_dir: Path, command: str) -> None:
+    descriptor = os.open(state_dir / HANDOVER_FILE_NAME, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n{command}\n".encode(), 0)
+    finally:
+        os.close(descriptor)
 
 
 def _take_lock(lock: int) -> None:
@@ -138,7 +154,7 @@ class StateDir:
         try:
             _take_lock(lock)
         except OSError as error:
-            owner = _parse_lock_file(os.read(lock, MAX_LOCK_FILE_BYTES))
+            owner = _describe_owner(path, os.read(lock, MAX_LOCK_FILE_BYTES))
             os.close(lock)
             raise StoreLocked(
                 f"The state directory {str(path)!r} is in use by another Antiphon ({owner}).",
@@ -147,9 +163,11 @@ class StateDir:
             ) from error
         try:
             os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{os.getpid()}\n{command or ''}".rstrip("\n").encode() + b"\n", 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            if command is not None:
+                _write_command(path, command)
         except OSError:
-            pass  # The process id only serves the message above; on a full disk the lock still holds.
+            pass  # They only serve the message above; on a full disk the lock still holds.
         return cls(path, lock)
 
     @classmethod
@@ -190,7 +208,7 @@ class StateDir:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
-            return _parse_lock_file(os.read(lock, MAX_LOCK_FILE_BYTES))
+            return _describe_owner(self.path, os.read(lock, MAX_LOCK_FILE_BYTES))
         finally:
             os.close(lock)
         return None
