@@ -266,7 +266,7 @@ def test_what_a_chat_is_answering_is_not_called_interrupted(program: Program) ->
         terminal.type("slow 20 a b")
         terminal.expect(r"main> ")
         told = program.run("status").out
-        assert f"by process {terminal.process.pid}" in told
+        assert f"by `chat`, process {terminal.process.pid}" in told
         assert "runs         1 running, 0 queued\n" in told
 
 

@@ -77,6 +77,7 @@ def test_a_command_that_waited_too_long_says_for_what(
     from antiphon.cli import _backend, main
 
     monkeypatch.setattr(_backend, "SHORT_OWNER_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(os, "umask", int)  # the command's would stay that of all later tests in this process
     arguments = ["--state-dir", str(tmp_path / "state"), "send", "main", "hi", "--json"]
     with StateDir.open_locked(tmp_path / "state", "send"), CliRunner().isolation() as (_, err, _):
         assert main(arguments) == 7

@@ -42,7 +42,7 @@ async def test_a_wrong_message_does_not_end_the_turn(tmp_path: Path, fault: str)
         ("error", "a text instead of an object"),
         ("requests:50000", "without waiting for an answer"),
         (f"permissions:{2 * MAX_OPEN_REQUESTS}", "without waiting for an answer"),
-        ("alternate:2000", "more than a turn may have"),
+        ("alternate:2000", "characters in one turn"),
         ("hold:3", "are too long"),
         ("close", "closed its input"),
     ],
